@@ -1,0 +1,304 @@
+r"""Transformers whose algorithm is known because their weights are written by hand.
+
+The source paper's text at hand (arXiv 2607.15819) stops before its construction;
+everything below is derived here.
+
+Closed form by normalization, p covariates (`closed_form`)
+----------------------------------------------------------
+D = p + 3 residual coordinates, by name: x_1 .. x_p, y, const, spare. L = p + 1
+layers, H = 2 heads, branch layer norm without affine map, query-token readout.
+
+*Embedding.* A row [1, x, y] becomes (x / R, y / R, 1, -1). With R large the
+signals are small beside the constants.
+
+*Division.* Layer norm over D features maps (s_1 .. s_m, K, -K), whose mean is
+zero, to sqrt(D/2) · (s / K, 1, -1) up to O(R^-2), because K dominates the
+variance (2 K² + Σ s²) / D. What is written on (const, spare) with opposite signs
+is divided into every other coordinate.
+
+*No mean.* Every value map has rows that sum to zero: each signal is written once
+on its own coordinate and, halved and negated, on const and on spare. Layer norm
+then subtracts no mean from the signals. The price: const and spare each carry
+first-order traces of the signals, while their half difference
+
+    h = (const - spare) / 2
+
+stays clean up to O(R^-2). Reading `const` alone would turn the error into
+O(1/R), so heads read h. Before layer k it is r_k = 1 + k sqrt(D/2).
+
+*Layer 0 centres.* The head's query reads h (= 1), its key reads h, so that every
+row receives the sum over rows of [x/R, y/R, 1, -1]. With n key rows, the value map
+sends x_j / R to -(g / n) sqrt(2/D) on x_j, h to +-g / n on (const, spare): layer norm adds
+-x̄_j / R to x_j and -ȳ / R to y. Since y = 0 at the query, its row then holds -ȳ / R.
+
+*Layer k = 1 .. p eliminates x_k* from the later covariates and from y (Gaussian
+elimination; by Frisch-Waugh this is least squares). With S = QᵀQ the second
+moments over key rows, one head reads x_k on both sides and writes
+-a x_k S_kj on coordinate j, the other reads h at the query and x_k at the
+key and writes +-b r_k S_kk on (const, spare). With a = r_k sqrt(2/D) b, layer
+norm adds -x_k S_kj / S_kk to coordinate j: the division by the pivot S_kk,
+which is n V / R² for p = 1.
+
+*Readout.* Coordinate y at the query is now -ŷ / R; the readout multiplies by -R.
+
+*Ridge (p = 1).* Head 2 reads x_1 + c h with c = sqrt(λ) / (R r_1) as key and as value.
+S between x and h is zero once x is centred, so this adds n λ / R² to n V / R²: the
+slope is C / (V + λ), the intercept unpenalised.
+
+Two errors remain: the query row sits inside S unless `exclude_query`, O(1/N) in the
+prediction, and the signals sit inside the layer-norm variance, O(R^-2). g and b
+are so large that `norm_eps` never matters. In float32 rounding grows with R: the best
+R is near 30 (`analyses/construction_error.py` measures it).
+
+Gradient descent (`gradient_descent`)
+-------------------------------------
+von Oswald et al. (arXiv 2212.07677): coordinates are the features f (const and/or
+x) and the residual e = y - w·f. A head that reads f on both sides and writes
+-(η/N) e on e performs e_j <- e_j - (η/N) Σ_i e_i f_i·f_j, one step on the loss
+(1/2N) Σ e_i². At the query y = 0, so e is minus the prediction there. GD++ also
+moves the features, f <- (I - γ FᵀF/N) f. A step size that is a matrix in feature
+space preconditions (Ahn et al., arXiv 2306.00297).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.transformer import LinearAttentionTransformer
+
+# Layer-norm inputs are written at this size times V, so that even V = 1e-3 puts
+# their square ten orders above the default norm_eps.
+_HEADROOM = 1e6
+
+
+def coordinate_names(n_covariates: int = 1) -> tuple[str, ...]:
+    """Names of the residual coordinates of `closed_form`, in order."""
+    return (*_covariate_names(n_covariates), "y", "const", "spare")
+
+
+def closed_form(
+    n_context: int,
+    n_covariates: int = 1,
+    scale: float = 100.0,
+    ridge: float = 0.0,
+    exclude_query: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> LinearAttentionTransformer:
+    """The transformer that computes least squares in closed form.
+
+    Args:
+        n_context: N, the number of context samples.
+        n_covariates: p; the model has d_model = p + 3 and p + 1 layers.
+        scale: R, how small signals are beside constants; the error falls as R^-2.
+        ridge: λ >= 0 added to V (p = 1 only): slope C / (V + λ).
+        exclude_query: keep the query row out of keys and values; exact up to R.
+        dtype: dtype of the weights.
+
+    Raises:
+        ValueError: if fewer than p + 2 samples, `scale` not positive and finite, `ridge`
+            negative or used with p > 1.
+    """
+    if n_covariates < 1 or n_context < n_covariates + 2:
+        raise ValueError(
+            f"n_context={n_context}, n_covariates={n_covariates}: least squares with an intercept "
+            f"needs n_covariates >= 1 and n_context >= n_covariates + 2"
+        )
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale={scale} must be positive and finite; try 100")
+    if not (ridge >= 0 and math.isfinite(ridge)):
+        raise ValueError(f"ridge={ridge} must be at least 0 and finite")
+    if ridge and n_covariates > 1:
+        raise ValueError(
+            f"ridge={ridge} is for n_covariates=1 only, got {n_covariates}; set it to 0"
+        )
+
+    names = coordinate_names(n_covariates)
+    d_model = len(names)
+    basis = _Basis(names, d_model)
+    model = _blank(
+        ModelConfig(
+            d_model=d_model,
+            n_layers=n_covariates + 1,
+            n_heads=2,
+            n_context=n_context,
+            n_covariates=n_covariates,
+            normalization="branch",
+            readout="query",
+            exclude_query=exclude_query,
+        )
+    )
+    n_keys = n_context if exclude_query else n_context + 1
+    gain = math.sqrt(d_model / 2)
+    covariates = _covariate_names(n_covariates)
+
+    for row, name in enumerate((*covariates, "y"), start=1):
+        model.embed.W_E[row, basis.index(name)] = 1 / scale
+    model.embed.b_E[:] = basis["const"] - basis["spare"]
+
+    half_difference = (basis["const"] - basis["spare"]) / 2
+    divisor = basis["const"] - basis["spare"]  # written: opposite signs, sums to zero
+
+    def write(name: str) -> Tensor:
+        """A signal on its coordinate, balanced on const and spare so that it sums to zero."""
+        return basis[name] - (basis["const"] + basis["spare"]) / 2
+
+    centre = model.blocks[0].attn
+    value = torch.outer(half_difference, divisor)
+    for name in (*covariates, "y"):
+        value -= torch.outer(basis[name], write(name)) / gain
+    size = _HEADROOM / n_keys
+    _set_head(centre, 0, query=half_difference, key=half_difference, value=size * value)
+
+    for k, pivot in enumerate(covariates, start=1):
+        attn = model.blocks[k].attn
+        clean = 1 + k * gain  # the half difference before this layer
+        size = _HEADROOM * scale**2 / n_keys
+        eliminate = torch.zeros(d_model, d_model, dtype=torch.float64)
+        for name in (*covariates[k:], "y"):
+            eliminate -= torch.outer(basis[name], write(name)) * clean / gain
+        squared = basis[pivot] + math.sqrt(ridge) / (scale * clean) * half_difference
+        divide = size * torch.outer(squared, divisor)
+        _set_head(attn, 0, query=basis[pivot], key=basis[pivot], value=size * eliminate)
+        _set_head(attn, 1, query=half_difference, key=squared, value=divide)
+
+    model.unembed.W_U[-1] = -scale * basis["y"]
+    return model.to(dtype)
+
+
+def gradient_descent(
+    n_steps: int,
+    step_size: float | Sequence[float] | Tensor,
+    n_context: int = 20,
+    n_covariates: int = 1,
+    intercept: bool = True,
+    initial_weights: Sequence[float] | Tensor | None = None,
+    gamma: float | Sequence[float] = 0.0,
+    exclude_query: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> LinearAttentionTransformer:
+    """A transformer whose layers are gradient-descent steps on (1/2N) Σ (y - w·f)².
+
+    Features f are [1, x] with an intercept and x without; d_model = number of features + 1,
+    one head, no normalization, query readout.
+
+    Args:
+        n_steps: number of layers, one step each.
+        step_size: η of the mean loss, a number, one per step ([n_steps]), or a
+            preconditioner per step ([n_steps, f, f]) in feature space.
+        n_context: N.
+        n_covariates: p.
+        intercept: include the constant feature.
+        initial_weights: w_0, [f]; zeros by default.
+        gamma: γ of GD++, one number or one per step: f <- (I - γ FᵀF/N) f beside each step.
+        exclude_query: False reproduces models that keep the query row among the keys.
+        dtype: dtype of the weights.
+
+    Raises:
+        ValueError: on n_steps < 1 or shapes that do not fit.
+    """
+    if n_steps < 1:
+        raise ValueError(f"n_steps={n_steps} must be at least 1")
+    names = (*("const",) * intercept, *_covariate_names(n_covariates))
+    n_features = len(names)
+    steps = _per_step_matrices(step_size, n_steps, n_features)
+    gammas = torch.as_tensor(gamma, dtype=torch.float64)
+    if gammas.ndim > 1 or (gammas.ndim == 1 and len(gammas) != n_steps):
+        raise ValueError(f"gamma has shape {tuple(gammas.shape)}; give a number or [{n_steps}]")
+    gammas = gammas.expand(n_steps)
+
+    model = _blank(
+        ModelConfig(
+            d_model=n_features + 1,
+            n_layers=n_steps,
+            n_heads=1,
+            n_context=n_context,
+            n_covariates=n_covariates,
+            normalization="none",
+            readout="query",
+            exclude_query=exclude_query,
+        )
+    )
+    columns = range(0 if intercept else 1, n_covariates + 1)
+    for feature, column in enumerate(columns):
+        model.embed.W_E[column, feature] = 1
+    model.embed.W_E[-1, -1] = 1
+    if initial_weights is not None:
+        weights = torch.as_tensor(initial_weights, dtype=torch.float64)
+        if weights.shape != (n_features,):
+            raise ValueError(
+                f"initial_weights has shape {tuple(weights.shape)}, expected ({n_features},): "
+                f"one per feature {names}"
+            )
+        for feature, column in enumerate(columns):
+            model.embed.W_E[column, -1] = -weights[feature]
+
+    features = torch.eye(n_features, dtype=torch.float64)
+    for block, step, step_gamma in zip(model.blocks, steps, gammas, strict=True):
+        if step_gamma and not torch.equal(step, step[0, 0] * features):
+            raise ValueError("gamma and a matrix step size do not combine; use one of them")
+        scalar = step[0, 0] if step_gamma else 1.0
+        # e is scaled by the value map, so that GD++ can share the head.
+        block.attn.W_Q[0, :-1, :-1] = features if step_gamma else step
+        block.attn.W_K[0, :-1, :-1] = features
+        block.attn.W_V[0, :-1, :-1] = -step_gamma / n_context * features
+        block.attn.W_V[0, -1, -1] = -scalar / n_context
+    model.unembed.W_U[-1, -1] = -1
+    return model.to(dtype)
+
+
+class _Basis:
+    """Unit vectors of the residual stream by coordinate name."""
+
+    def __init__(self, names: Sequence[str], d_model: int):
+        self._names = list(names)
+        self._eye = torch.eye(d_model, dtype=torch.float64)
+
+    def index(self, name: str) -> int:
+        return self._names.index(name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._eye[self.index(name)]
+
+
+def _covariate_names(n_covariates: int) -> tuple[str, ...]:
+    return tuple(f"x_{j + 1}" for j in range(n_covariates))
+
+
+def _blank(config: ModelConfig) -> LinearAttentionTransformer:
+    """A float64 model with all weights zero, to be written in place."""
+    model = LinearAttentionTransformer(config).double().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
+    return model
+
+
+def _set_head(attn, head: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Rank-one QK circuit that reads one direction on each side, and a value map.
+
+    A matrix applied from the right reads a row vector through its rows, so the
+    direction stands in column 0.
+    """
+    attn.W_Q[head, :, 0] = query
+    attn.W_K[head, :, 0] = key
+    attn.W_V[head] = value
+
+
+def _per_step_matrices(
+    step_size: float | Sequence[float] | Tensor, n_steps: int, n_features: int
+) -> Tensor:
+    """Step sizes as [n_steps, f, f]."""
+    steps = torch.as_tensor(step_size, dtype=torch.float64)
+    eye = torch.eye(n_features, dtype=torch.float64)
+    if steps.ndim == 0 or steps.shape == (n_steps,):
+        return steps.expand(n_steps)[:, None, None] * eye
+    if steps.shape == (n_steps, n_features, n_features):
+        return steps
+    raise ValueError(
+        f"step_size has shape {tuple(steps.shape)}; give a number, [{n_steps}] or "
+        f"[{n_steps}, {n_features}, {n_features}]"
+    )

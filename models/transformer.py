@@ -1,0 +1,256 @@
+"""The linear self-attention transformer (paper section 2, eqs. 9-10), hooked at every site.
+
+Shapes: b batch, p position (N context rows, then the query), h head, d d_model.
+Matrices act from the right on row vectors. In the paper's letters
+W_Q = W3, W_K = W1ᵀ, W_V = W2, and with Q the residual stream one head is
+
+    LSA(Q) = (Q W_Q)(W_Kᵀ Qᵀ Q W_V)                                        (9)
+
+without scaling, softmax or mask. The inner [d, d] state is computed first, so a
+head costs O(N d²); the [N, N] scores exist only while a hook asks for them.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.hooks import HookedModule, StrictHookPoint
+
+# Standard deviations of the initial weights.
+EMBED_STD, ATTENTION_STD, UNEMBED_STD = 0.5, 0.3, 0.1
+
+
+class Embed(nn.Module):
+    """Affine input map from prompt rows to the residual stream, eq. (10)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.W_E = nn.Parameter(torch.empty(2 + config.n_covariates, config.d_model))
+        self.b_E = nn.Parameter(torch.empty(config.d_model))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[b, p, 2 + covariates] -> [b, p, d]."""
+        return inputs @ self.W_E + self.b_E
+
+
+class LinearAttention(nn.Module):
+    """Multi-head linear self-attention, eq. (9), summed over heads."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        shape = (config.n_heads, config.d_model, config.d_model)
+        self.exclude_query = config.exclude_query
+        self.W_Q = nn.Parameter(torch.empty(shape))
+        self.W_K = nn.Parameter(torch.empty(shape))
+        self.W_V = nn.Parameter(torch.empty(shape))
+        self.hook_q = StrictHookPoint()
+        self.hook_k = StrictHookPoint()
+        self.hook_v = StrictHookPoint()
+        self.hook_state = StrictHookPoint()
+        self.hook_attn_scores = StrictHookPoint()
+        self.hook_result = StrictHookPoint()
+        self.hook_out = StrictHookPoint()
+
+    def forward(self, resid: Tensor) -> Tensor:
+        """[b, p, d] -> [b, p, d]."""
+        project = "b p d, h d e -> b p h e"
+        q = self.hook_q(einsum(resid, self.W_Q, project))
+        k = self.hook_k(einsum(resid, self.W_K, project))
+        v = self.hook_v(einsum(resid, self.W_V, project))
+        if self.exclude_query:
+            keys, values = k[:, :-1], v[:, :-1]
+        else:
+            keys, values = k, v
+        state = self.hook_state(einsum(keys, values, "b p h i, b p h j -> b h i j"))
+        result = einsum(q, state, "b p h i, b h i j -> b p h j")
+        if self.hook_attn_scores.has_hooks():
+            result = result + self._edit_of_scores(q, keys, values)
+        result = self.hook_result(result)
+        return self.hook_out(result.sum(dim=2))
+
+    def _edit_of_scores(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """What hooks on the scores change in the result: exactly zero without an edit.
+
+        Writing the result as state term plus edit keeps edits of `hook_state` in
+        force and makes looking at the scores free of rounding. With
+        `exclude_query` the query's key column is zero and takes no part.
+        """
+        scores = einsum(q, keys, "b q h d, b k h d -> b h q k")
+        n_hidden = q.shape[1] - keys.shape[1]
+        shown = nn.functional.pad(scores, (0, n_hidden))
+        edited = self.hook_attn_scores(shown)
+        change = (edited - shown)[..., : keys.shape[1]]
+        return einsum(change, values, "b h q k, b k h d -> b q h d")
+
+
+class LayerNorm(nn.Module):
+    """Layer norm over d_model; biased variance, eps inside the root.
+
+    `hook_scale` is the divisor sqrt(variance + eps), `hook_normalized` the
+    quotient before the affine map. Edits of mean and scale act downstream.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        if config.norm_affine:
+            self.w = nn.Parameter(torch.empty(config.d_model))
+            self.b = nn.Parameter(torch.empty(config.d_model))
+        else:
+            self.w = self.b = None
+        self.hook_mean = StrictHookPoint()
+        self.hook_scale = StrictHookPoint()
+        self.hook_normalized = StrictHookPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, p, d] -> [b, p, d]."""
+        centred = x - self.hook_mean(x.mean(dim=-1, keepdim=True))
+        variance = centred.square().mean(dim=-1, keepdim=True)
+        scale = self.hook_scale((variance + self.eps).sqrt())
+        normalized = self.hook_normalized(centred / scale)
+        return normalized if self.w is None else normalized * self.w + self.b
+
+
+class Block(nn.Module):
+    """One layer. Placements of the norm:
+
+    "branch": Q + LN(LSA(Q)); "post": LN(Q + LSA(Q)); "none": Q + LSA(Q).
+    `hook_attn_out` is what is added to the stream: after the norm for "branch".
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.normalization = config.normalization
+        self.attn = LinearAttention(config)
+        if self.normalization != "none":
+            self.ln1_post = LayerNorm(config)
+        self.hook_resid_pre = StrictHookPoint()
+        self.hook_attn_out = StrictHookPoint()
+        self.hook_resid_post = StrictHookPoint()
+
+    def forward(self, resid: Tensor) -> Tensor:
+        """[b, p, d] -> [b, p, d]."""
+        resid = self.hook_resid_pre(resid)
+        attn_out = self.attn(resid)
+        if self.normalization == "branch":
+            attn_out = self.ln1_post(attn_out)
+        resid = resid + self.hook_attn_out(attn_out)
+        if self.normalization == "post":
+            resid = self.ln1_post(resid)
+        return self.hook_resid_post(resid)
+
+
+class Unembed(nn.Module):
+    """Linear readout of all positions ("flatten") or of the last one ("query")."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        positions = config.n_context + 1 if config.readout == "flatten" else 1
+        self.W_U = nn.Parameter(torch.empty(positions, config.d_model))
+        self.b_U = nn.Parameter(torch.empty(()))
+
+    def forward(self, resid: Tensor) -> Tensor:
+        """[b, p, d] -> [b]."""
+        return einsum(resid[:, -self.W_U.shape[0] :], self.W_U, "b p d, p d -> b") + self.b_U
+
+
+class LinearAttentionTransformer(HookedModule):
+    """A transformer of linear self-attention that predicts y at the query.
+
+    A `transformer_lens.HookedRootModule`: `run_with_cache`, `run_with_hooks`,
+    `hooks` and `add_hook` work as there, stricter (see `models.hooks`).
+
+    Args:
+        config: shape of the model.
+        generator: source of the initial weights; torch's global one by default.
+
+    Raises:
+        ValueError: if the model would not fit in memory.
+
+    Attributes:
+        cfg: the config, under the name transformer-lens uses.
+    """
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None = None):
+        super().__init__()
+        config.require_memory()
+        self.cfg = config
+        self.embed = Embed(config)
+        self.hook_embed = StrictHookPoint()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.unembed = Unembed(config)
+        self.hook_prediction = StrictHookPoint()
+        self.setup()
+        self.on_request = frozenset(n for n in self.hook_dict if n.endswith("attn_scores"))
+        self.init_weights(generator)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.cfg
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw fresh weights, every matrix normal with mean 0.
+
+        W_V is divided by N + 1, so that attention sums over rows start as means.
+        """
+        value_std = ATTENTION_STD / (self.cfg.n_context + 1)
+        for module in self.modules():
+            if isinstance(module, Embed):
+                module.W_E.normal_(0, EMBED_STD, generator=generator)
+                module.b_E.zero_()
+            elif isinstance(module, LinearAttention):
+                module.W_Q.normal_(0, ATTENTION_STD, generator=generator)
+                module.W_K.normal_(0, ATTENTION_STD, generator=generator)
+                module.W_V.normal_(0, value_std, generator=generator)
+            elif isinstance(module, LayerNorm) and module.w is not None:
+                module.w.fill_(1)
+                module.b.zero_()
+            elif isinstance(module, Unembed):
+                module.W_U.normal_(0, UNEMBED_STD, generator=generator)
+                module.b_U.zero_()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Predict y at the query of each prompt.
+
+        Args:
+            inputs: [b, N+1, 2+p], rows ``[1, x, y]`` and ``[1, u, 0]`` last; converted
+                to the model's dtype. With the query readout N is free.
+
+        Returns:
+            Predictions, [b].
+
+        Raises:
+            ValueError: on another number of axes, columns or (flatten) rows, or
+                another device.
+        """
+        self._require_fit(inputs)
+        resid = self.hook_embed(self.embed(inputs.to(self.embed.W_E.dtype)))
+        for block in self.blocks:
+            resid = block(resid)
+        return self.hook_prediction(self.unembed(resid))
+
+    def _require_fit(self, inputs: Tensor) -> None:
+        columns, rows = 2 + self.cfg.n_covariates, self.cfg.n_context + 1
+        any_length = self.cfg.readout == "query"
+        fits = (
+            inputs.ndim == 3
+            and inputs.shape[2] == columns
+            and inputs.shape[1] >= 2
+            and (any_length or inputs.shape[1] == rows)
+        )
+        if not fits:
+            expected_rows = "n_context + 1 >= 2" if any_length else str(rows)
+            raise ValueError(
+                f"inputs have shape {tuple(inputs.shape)}, expected [batch, {expected_rows}, "
+                f"{columns}]: rows [1, x, y] and the query row [1, u, 0] last"
+            )
+        if inputs.device != self.embed.W_E.device:
+            raise ValueError(
+                f"inputs are on {inputs.device}, the model on {self.embed.W_E.device}; "
+                f"move one of them with .to(device)"
+            )
