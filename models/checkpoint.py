@@ -76,7 +76,7 @@ def save(
         for key, value in provenance.items()
     }
     try:
-        texts = {CONFIG: _to_json(config), TRAINING: _to_json(provenance)}
+        texts = {CONFIG: to_json(config), TRAINING: to_json(provenance)}
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"provenance must be finite JSON values (numbers, strings, lists, dicts): {error}"
@@ -333,7 +333,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _to_json(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """Stable JSON text; NaN and infinity raise ValueError."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 

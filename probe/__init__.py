@@ -1,0 +1,39 @@
+"""How models are studied: sites, probes, interventions, matching, verdict, figures.
+
+Names are imported on first use (see `models`).
+"""
+
+import importlib
+
+_HOMES = {
+    "Subject": "probe.subject",
+    "load_subject": "probe.subject",
+    "collect": "probe.sites",
+    "sites": "probe.sites",
+    "fit_probes": "probe.linear",
+    "ablate": "probe.interventions",
+    "ablate_direction": "probe.interventions",
+    "interchange": "probe.interventions",
+    "division_test": "probe.division",
+    "norm_statistics": "probe.norms",
+    "align": "probe.matching",
+    "Alignment": "probe.matching",
+    "read_out": "probe.readout",
+    "symmetry_count": "probe.symmetries",
+    "identify": "probe.verdict",
+    "Verdict": "probe.verdict",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'probe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES.keys())

@@ -1,0 +1,99 @@
+"""Figure style and saving, shared by all figures.
+
+Figure functions elsewhere take data and an optional `Axes`, return the `Axes`, and
+neither save nor show; `save_figure` writes PDF, PNG and the data as CSV, the same
+bytes for the same figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Text width of one and two journal columns, in inches.
+COLUMN, TWO_COLUMNS = 3.4, 7.0
+# Okabe-Ito: colour-blind safe, ordered so that neighbours differ in grey too.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+# Diverging map for signed values centred at 0, sequential map for shares.
+DIVERGING, SEQUENTIAL = "vlag", "cividis"
+
+_STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "axes.prop_cycle": mpl.cycler(color=PALETTE),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+    # Text stays text in PDF, with its font embedded.
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    # DejaVu Sans ships with matplotlib, so that every machine draws the same.
+    "font.family": "DejaVu Sans",
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Context in which figures are drawn and saved; global settings stay as they were."""
+    with mpl.rc_context(_STYLE), plt.ioff():
+        yield
+
+
+def new_axes(width: float = COLUMN, height: float = 2.4, ax: Axes | None = None) -> Axes:
+    """`ax` itself, or the axes of a new figure of that size in inches."""
+    return plt.figure(figsize=(width, height)).add_subplot() if ax is None else ax
+
+
+def heatmap(
+    table: pd.DataFrame,
+    ax: Axes,
+    *,
+    signed: bool = False,
+    limit: float = 1.0,
+    fmt: str = ".2f",
+    colorbar_label: str = "",
+) -> Axes:
+    """Annotated heatmap of a wide table on a fixed scale.
+
+    The scale is [0, limit] or, signed, [-limit, limit], so that panels compare. Missing
+    cells stay blank.
+    """
+    sns.heatmap(
+        table,
+        ax=ax,
+        annot=len(table) <= 40,
+        fmt=fmt,
+        annot_kws={"size": 6},
+        vmin=-limit if signed else 0,
+        vmax=limit,
+        center=0 if signed else None,
+        cmap=DIVERGING if signed else SEQUENTIAL,
+        linewidths=0.3,
+        cbar_kws={"label": colorbar_label},
+    )
+    ax.set(xlabel="", ylabel="")
+    return ax
+
+
+def save_figure(figure: Figure, folder: Path, name: str, data: pd.DataFrame) -> list[Path]:
+    """Write `<name>.pdf`, `<name>.png` (300 dpi) and `<name>.csv`, then close the figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{suffix}" for suffix in ("pdf", "png", "csv")]
+    # Dates and version strings out, so that a rerun gives the same bytes.
+    figure.savefig(paths[0], metadata={"CreationDate": None, "Creator": None, "Producer": None})
+    figure.savefig(paths[1], dpi=300, metadata={"Software": None})
+    data.to_csv(paths[2], index=False, float_format="%.10g")
+    plt.close(figure)
+    return paths
