@@ -16,11 +16,16 @@ _HOMES = {
     "closed_form": "models.constructed",
     "coordinate_names": "models.constructed",
     "gradient_descent": "models.constructed",
+    "from_ahn": "models.published",
+    "from_von_oswald": "models.published",
+    "from_zhang": "models.published",
     "CheckpointError": "models.checkpoint",
     "available": "models.checkpoint",
     "from_paper_weights": "models.checkpoint",
     "load": "models.checkpoint",
     "save": "models.checkpoint",
+    "TrainConfig": "models.training",
+    "train": "models.training",
 }
 
 __all__ = sorted(_HOMES)
