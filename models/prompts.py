@@ -150,12 +150,23 @@ def prompts_from_arrays(x: Tensor, y: Tensor, query: Tensor) -> Prompts:
 
 
 def draw(
-    config: PromptConfig, batch: int, generator: torch.Generator, dtype: torch.dtype
+    config: PromptConfig,
+    batch: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    query_y: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw raw samples in the layout the training loop wants.
 
+    Args:
+        config: the prompt distribution.
+        batch: b, number of prompts.
+        generator: source of all randomness.
+        dtype: floating dtype of the result.
+        query_y: also draw the noisy y of the query, last, so that all else stays the same.
+
     Returns:
-        x [p, N+1, b] with the query as row N, and y [N, b].
+        x [p, N+1, b] with the query as row N, and y [N, b], or [N+1, b] with `query_y`.
     """
     shape = (config.n_covariates, config.n_context + 1, batch)
     options = {"generator": generator, "dtype": dtype, "device": generator.device}
@@ -175,9 +186,12 @@ def draw(
     if config.x_mean_std:
         x += torch.randn((config.n_covariates, 1, batch), **options).mul_(config.x_mean_std)
     theta = torch.randn((config.n_covariates + 1, batch), **options)
-    y = theta[0] + (theta[1:, None] * x[:, :-1]).sum(0)
+    y = theta[0] + (theta[1:, None] * (x if query_y else x[:, :-1])).sum(0)
     if config.noise_std:
-        y += torch.randn(y.shape, **options).mul_(config.noise_std)
+        context = y[: config.n_context]
+        context += torch.randn(context.shape, **options).mul_(config.noise_std)
+        if query_y:
+            y[-1] += torch.randn(batch, **options).mul_(config.noise_std)
     return x, y
 
 

@@ -1,0 +1,99 @@
+"""Command line of training: ``python -m models.train --help``.
+
+Nothing imports this module, so that ``models.train`` is the function.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from pydantic import ValidationError
+
+from models.checkpoint import CheckpointError
+from models.config import PromptConfig
+from models.training import DISTRIBUTIONS, TrainConfig, TrainingError, train
+
+_registry = tyro.constructors.ConstructorRegistry()
+
+
+@_registry.primitive_rule
+def _prompts_from_text(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """A prompt distribution is one word: a name, or a JSON object of `PromptConfig` fields."""
+    if info.type is not PromptConfig:
+        return None
+
+    def parse(words: list[str]) -> PromptConfig:
+        if words[0] in DISTRIBUTIONS:
+            return DISTRIBUTIONS[words[0]]
+        try:
+            return PromptConfig(**json.loads(words[0]))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{words[0]!r} is neither a distribution ({', '.join(DISTRIBUTIONS)}) nor a JSON "
+                f'object such as \'{{"n_context": 50, "x_log_scale": 0.7}}\''
+            ) from error
+
+    def show(prompts: PromptConfig) -> list[str]:
+        names = [name for name, known in DISTRIBUTIONS.items() if known == prompts]
+        return [names[0] if names else prompts.model_dump_json(exclude_defaults=True)]
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{{','.join(DISTRIBUTIONS)}}}|JSON",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, PromptConfig),
+        str_from_instance=show,
+    )
+
+
+def main(
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig(),  # noqa: B008
+    output: Path = Path("trained"),
+    n_jobs: int = 1,
+    scheduler: str | None = None,
+    save_seconds: float = 20.0,
+    save_steps: int = 5000,
+) -> None:
+    """Train an ensemble of transformers; the same command continues an interrupted run.
+
+    Args:
+        config: what to train.
+        output: folder for the checkpoints.
+        n_jobs: local processes; 1 trains in one process on all cores.
+        scheduler: address of a Dask scheduler to train on, such as tcp://host:8786.
+        save_seconds: time between saved states.
+        save_steps: steps between saved states.
+    """
+    try:
+        train(
+            config,
+            output,
+            n_jobs=n_jobs,
+            scheduler=scheduler,
+            save_seconds=save_seconds,
+            save_steps=save_steps,
+        )
+    except (TrainingError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _messages(error: ValidationError) -> str:
+    parts = [
+        f"{'.'.join(map(str, part['loc']))}: {part['msg']}" if part["loc"] else part["msg"]
+        for part in error.errors()
+    ]
+    return "; ".join(part.removeprefix("Value error, ") for part in parts)
+
+
+if __name__ == "__main__":
+    try:
+        with _registry:
+            tyro.cli(main, prog="python -m models.train")
+    except ValidationError as error:
+        sys.exit(f"error: {_messages(error)}")
