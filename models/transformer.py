@@ -124,11 +124,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.normalization = config.normalization
+        # Made in the order of the forward pass, which is the order sites are listed in.
+        self.hook_resid_pre = StrictHookPoint()
         self.attn = LinearAttention(config)
+        if self.normalization == "post":
+            self.hook_attn_out = StrictHookPoint()
         if self.normalization != "none":
             self.ln1_post = LayerNorm(config)
-        self.hook_resid_pre = StrictHookPoint()
-        self.hook_attn_out = StrictHookPoint()
+        if self.normalization != "post":
+            self.hook_attn_out = StrictHookPoint()
         self.hook_resid_post = StrictHookPoint()
 
     def forward(self, resid: Tensor) -> Tensor:

@@ -1,0 +1,25 @@
+import os
+
+# One thread per process: the suite runs a process per core (and so do the scripts it starts),
+# and sums come out the same wherever it runs.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
