@@ -63,6 +63,7 @@ def heatmap(
     signed: bool = False,
     limit: float = 1.0,
     fmt: str = ".2f",
+    colorbar: bool = True,
     colorbar_label: str = "",
 ) -> Axes:
     """Annotated heatmap of a wide table on a fixed scale.
@@ -81,7 +82,8 @@ def heatmap(
         center=0 if signed else None,
         cmap=DIVERGING if signed else SEQUENTIAL,
         linewidths=0.3,
-        cbar_kws={"label": colorbar_label},
+        cbar=colorbar,
+        cbar_kws={"label": colorbar_label} if colorbar else None,
     )
     ax.set(xlabel="", ylabel="")
     return ax

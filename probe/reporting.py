@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
+import torch
 import tyro
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -85,6 +87,8 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
         doc: description shown by --help.
     """
     console = Console()
+    # Matrices here are too small for threads to pay, and one thread sums in one order.
+    torch.set_num_threads(1)
     try:
         config = tyro.cli(config_type, description=doc)
         folder = config.output or Path("reports") / name
@@ -136,7 +140,9 @@ def versions() -> dict[str, str]:
 
 def table(frame: pd.DataFrame, title: str | None = None) -> Table:
     """A frame as a terminal table: text left, numbers right and rounded, NaN as a dash."""
-    result = Table(title=title)
+    # Compact, so that wide tables fit 80 columns.
+    compact = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
+    result = Table(title=title, padding=(0, 1, 0, 0), **compact)
     for column in frame.columns:
         numeric = pd.api.types.is_numeric_dtype(frame[column])
         result.add_column(str(column), justify="right" if numeric else "left")

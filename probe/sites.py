@@ -55,9 +55,14 @@ def sites(model: LinearAttentionTransformer) -> pd.DataFrame:
 
 def site_label(site: str) -> str:
     """Site name in words for figures: "layer 1: norm scale"."""
-    label = _MEANINGS[_suffix(site)][2]
-    layer = re.match(r"blocks\.(\d+)\.", site)
-    return f"layer {layer[1]}: {label}" if layer else label
+    label, layer = _MEANINGS[_suffix(site)][2], layer_of(site)
+    return label if layer is None else f"layer {layer}: {label}"
+
+
+def layer_of(site: str) -> int | None:
+    """Layer of a site; None for embedding and prediction."""
+    match = re.match(r"blocks\.(\d+)\.", site)
+    return int(match[1]) if match else None
 
 
 def axes_of(site: str) -> tuple[str, ...]:
@@ -87,14 +92,23 @@ def collect(
     """
     _, cache = model.run_with_cache(inputs, names_filter=sites, return_cache_object=False)
     for name, value in cache.items():
-        finite = value.isfinite()
-        if not finite.all():
-            prompt = int((~finite.reshape(finite.shape[0], -1).all(1)).nonzero()[0, 0])
-            raise ValueError(
-                f"activations at {name!r} are NaN or infinite, first in prompt {prompt}; "
-                f"look at that prompt and at the weights that feed the site"
-            )
+        require_finite(name, value)
     return cache
+
+
+def require_finite(site: str, value: Tensor) -> None:
+    """Refuse activations [batch, ...] that are NaN or infinite.
+
+    Raises:
+        ValueError: names the site and the first prompt.
+    """
+    finite = value.isfinite()
+    if not finite.all():
+        prompt = int((~finite.reshape(finite.shape[0], -1).all(1)).nonzero()[0, 0])
+        raise ValueError(
+            f"activations at {site!r} are NaN or infinite, first in prompt {prompt}; "
+            f"look at that prompt and at the weights that feed the site"
+        )
 
 
 def _suffix(site: str) -> str:

@@ -1,0 +1,70 @@
+"""Where do the sufficient statistics live inside a transformer?
+
+Linear probes for x̄, ȳ, V, C, C/V and ŷ at every site of a checkpoint, at the query token (head
+states have no token), scored on fresh prompts, each beside the strongest of three controls:
+the raw input, untrained models of the same shape, shuffled targets.
+"""
+
+import pandas as pd
+import torch
+from pydantic import Field
+
+from probe import fit_probes, load_subject
+from probe.plots import probe_heatmaps, strongest_control, wide
+from probe.reporting import AnalysisConfig, Output, main
+
+
+class Config(AnalysisConfig):
+    """Settings of the analysis.
+
+    Attributes:
+        n_prompts: prompts to fit on, and as many fresh ones to score on.
+        n_untrained: untrained models that the controls draw.
+    """
+
+    n_prompts: int = Field(20_000, ge=100)
+    n_untrained: int = Field(3, ge=1)
+
+
+def run(config: Config) -> Output:
+    """Probe every site of the checkpoint on the prompts it was trained on."""
+    subject = load_subject(config.checkpoint)
+    scores = fit_probes(
+        subject.model,
+        subject.prompts,
+        n_train=config.n_prompts,
+        n_test=config.n_prompts,
+        n_untrained=config.n_untrained,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    notes = (
+        f"R² of linear probes on {config.n_prompts:,} fresh prompts, then the strongest control "
+        f"(raw input, {config.n_untrained} untrained models, shuffled targets).",
+    )
+    figures = {"probes": (probe_heatmaps(scores), scores)}
+    return Output(scores, _shown(scores), figures, subject.sha256, notes)
+
+
+def _shown(scores: pd.DataFrame) -> pd.DataFrame:
+    """Site x statistic with cells such as "1.0 .04": R², then the strongest control."""
+    r2, control = (
+        wide(scores, "r2"),
+        wide(scores.assign(control=strongest_control(scores)), "control"),
+    )
+    shown = r2.map(_short) + " " + control.map(_short)
+    layers, labels = zip(*(label.rpartition(": ")[::2] for label in r2.index), strict=True)
+    shown.insert(0, "layer", [layer.removeprefix("layer ") for layer in layers])
+    shown.insert(1, "site", labels)
+    return shown
+
+
+def _short(value: float) -> str:
+    """R² in three characters: ".04", "1.0"."""
+    if pd.isna(value):
+        return " – "
+    rounded = round(value, 2) + 0.0
+    return f"{rounded:.1f}" if rounded == 1 else f"{rounded:.2f}".replace("0.", ".", 1)
+
+
+if __name__ == "__main__":
+    main("probe_stats", Config, run, __doc__)
