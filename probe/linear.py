@@ -191,20 +191,38 @@ def batch_size(model: LinearAttentionTransformer, prompt_config: PromptConfig) -
     return min(max(_BATCH_BYTES // (8 * scalars), 16), 4096)
 
 
+def fit_maps(
+    model: LinearAttentionTransformer,
+    prompt_config: PromptConfig,
+    plan: dict[str, tuple[str, ...]],
+    n_train: int,
+    generator: torch.Generator,
+) -> dict[Group, LinearMap]:
+    """The probes themselves, for interventions: targets are the statistics, in order.
+
+    Raises:
+        ValueError: on too few prompts (says how many are needed).
+    """
+    source = partial(read_sites, model, plan=plan)
+    batch = batch_size(model, prompt_config)
+    return _fit([source], prompt_config, n_train, batch, generator, shuffled=False)[0]
+
+
 def _fit(
     sources: Sequence[Callable[[Tensor], Features]],
     prompt_config: PromptConfig,
     n_train: int,
     batch: int,
     generator: torch.Generator,
+    shuffled: bool = True,
 ) -> list[dict[Group, LinearMap]]:
     """Fit the probes of every source on the same prompts.
 
-    Targets are the statistics, then the same permuted across prompts.
+    Targets are the statistics, then (`shuffled`) the same permuted across prompts.
     """
     moments: list[dict[Group, Moments]] = [{} for _ in sources]
     for prompts in _batches(prompt_config, n_train, batch, generator):
-        targets = _targets(prompts, generator)
+        targets = _targets(prompts, generator) if shuffled else statistics(prompts)
         for source, sums in zip(sources, moments, strict=True):
             for key, x in source(prompts.inputs).items():
                 if key not in sums:

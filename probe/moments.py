@@ -31,6 +31,10 @@ class LinearMap:
         feature_scale: standard deviation of each feature, [v, f]; 0 where it is constant.
         target_mean: [q].
         target_varies: which targets vary beyond rounding, [q].
+        pattern: the probes' directions in activation space, [v, f, q]: the regression of the
+            features on ``x weights`` (Haufe et al., NeuroImage 2014), so that moving x along
+            `pattern` by a moves the probe's reading by a. 0 where a probe reads nothing.
+        r2: R² on the samples it was fitted to, [v, q]; NaN for a target that does not vary.
     """
 
     weights: Tensor
@@ -38,6 +42,8 @@ class LinearMap:
     feature_scale: Tensor
     target_mean: Tensor
     target_varies: Tensor
+    pattern: Tensor
+    r2: Tensor
 
     def __call__(self, features: Tensor) -> Tensor:
         """[v, b, f] -> [v, b, q]."""
@@ -133,7 +139,65 @@ class Moments:
         values, vectors = torch.linalg.eigh(correlation)
         shrunk = (vectors.mT @ cross) / (values.clamp(min=0) + penalty)[:, :, None]
         weights = inverse[:, :, None] * (vectors @ shrunk)
-        return LinearMap(weights, self.feature_mean, scale, self.target_mean, self.target_varies)
+        # Covariance of features and reading, and the variance of the reading.
+        covariance = self.xx @ weights
+        read = (weights * covariance).sum(1)
+        pattern = torch.where(read > 0, 1 / read, 0.0)[:, None] * covariance
+        residual = self.tt - 2 * (weights * self.xt).sum(1) + read
+        return LinearMap(
+            weights=weights,
+            feature_mean=self.feature_mean,
+            feature_scale=scale,
+            target_mean=self.target_mean,
+            target_varies=self.target_varies,
+            pattern=pattern,
+            r2=(1 - residual / self.tt).where(self.target_varies, torch.nan),
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A fitted line with 95 % bootstrap intervals over samples.
+
+    Attributes:
+        slope: least-squares slope.
+        slope_low: lower bound.
+        slope_high: upper bound.
+        r2: squared correlation, which is R² of the line; 0 where y does not vary at all.
+        ci_low: lower bound of r2.
+        ci_high: upper bound of r2.
+    """
+
+    slope: float
+    slope_low: float
+    slope_high: float
+    r2: float
+    ci_low: float
+    ci_high: float
+
+
+def fit_line(x: Tensor, y: Tensor, generator: torch.Generator) -> Line:
+    """Regress y on x, both [n].
+
+    Raises:
+        ValueError: if x does not vary.
+    """
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    if not x.square().sum() > 0:
+        raise ValueError("the regressor does not vary over prompts, so that no line can be fitted")
+    columns = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
+
+    def slope_and_r2(draws: Tensor) -> tuple[Tensor, Tensor]:
+        n, sx, sy, sxx, sxy, syy = (draws @ columns).unbind(1)
+        xx, xy, yy = sxx - sx * sx / n, sxy - sx * sy / n, syy - sy * sy / n
+        return xy / xx, torch.where(yy > 0, xy * xy / (xx * yy), 0.0)
+
+    once = slope_and_r2(torch.ones(1, len(x), dtype=torch.float64))
+    slopes, r2s = slope_and_r2(resample_counts(len(x), generator))
+    slope_low, slope_high = percentiles(slopes)
+    ci_low, ci_high = percentiles(r2s)
+    numbers = (once[0], slope_low, slope_high, once[1], ci_low, ci_high)
+    return Line(*(float(number) for number in numbers))
 
 
 def percentiles(replicates: Tensor) -> tuple[Tensor, Tensor]:
