@@ -292,16 +292,23 @@ def _backend(config: TrainConfig, device: torch.device) -> Callable[..., tuple]:
     from models.batched import batched_loss
 
     def autograd(params, x, y, targets, group):
-        leaves = {
-            name: torch.from_numpy(np.ascontiguousarray(value)).to(device).requires_grad_()
-            for name, value in params.items()
-        }
-        losses = batched_loss(
-            config.model, leaves, x, y, targets, torch.from_numpy(group).to(device)
-        )
-        losses.sum().backward()
-        grads = {name: leaf.grad.cpu().numpy() for name, leaf in leaves.items()}
-        return losses.detach().cpu().numpy(), grads
+        # How a matrix product rounds depends on its size. On the CPU, where batching gains
+        # nothing, one model at a time keeps every model independent of its company.
+        at_once = len(group) if device.type == "cuda" else 1
+        losses, grads = [], []
+        for start in range(0, len(group), at_once):
+            chosen = slice(start, start + at_once)
+            leaves = {
+                name: torch.from_numpy(value[chosen].copy()).to(device).requires_grad_()
+                for name, value in params.items()
+            }
+            groups = torch.from_numpy(group[chosen]).to(device)
+            loss = batched_loss(config.model, leaves, x, y, targets, groups)
+            loss.sum().backward()
+            losses.append(loss.detach().cpu().numpy())
+            grads.append({name: leaf.grad.cpu().numpy() for name, leaf in leaves.items()})
+        joined = {name: np.concatenate([part[name] for part in grads]) for name in params}
+        return np.concatenate(losses), joined
 
     return autograd
 

@@ -92,7 +92,7 @@ class Sweep:
             ) as bar:
 
                 def show(state: State, losses: np.ndarray, bar: tqdm = bar) -> None:
-                    if bar.update(state.step - bar.n):
+                    if bar.update(state.step - bar.n) or state.step == self.config.steps:
                         alive = state.arrays["diverged"] < 0
                         span = losses[alive] if alive.any() else losses
                         bar.set_postfix_str(

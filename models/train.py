@@ -33,11 +33,12 @@ def _prompts_from_text(
             return DISTRIBUTIONS[words[0]]
         try:
             return PromptConfig(**json.loads(words[0]))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{words[0]!r} is neither a distribution ({', '.join(DISTRIBUTIONS)}) nor a JSON "
-                f'object such as \'{{"n_context": 50, "x_log_scale": 0.7}}\''
-            ) from error
+        except (TypeError, ValueError) as error:  # tyro would show the word, but no reason
+            reason = _messages(error) if isinstance(error, ValidationError) else error
+            sys.exit(
+                f"error: --prompts {words[0]}: {reason}; give {', '.join(DISTRIBUTIONS)}, or a "
+                f'JSON object such as \'{{"n_context": 50, "x_log_scale": 0.7}}\''
+            )
 
     def show(prompts: PromptConfig) -> list[str]:
         names = [name for name, known in DISTRIBUTIONS.items() if known == prompts]

@@ -137,8 +137,9 @@ def train(
 ) -> list[LinearAttentionTransformer]:
     """Train every model of `config`.
 
-    Results do not depend on anything but `config` (given backend and device): not on
-    processes, machines, threads, interruptions, or which models are trained together.
+    The weights are a function of `config` alone, to the last bit on one kind of CPU:
+    processes, machines, threads, interruptions and the other models change nothing.
+    (On a GPU, the other models change the rounding.)
 
     Args:
         config: what to train.
