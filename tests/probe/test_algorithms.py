@@ -143,10 +143,12 @@ def test_ahn_optimum_is_one_preconditioned_step():
     )
 
 
-# ---- equivariance, N = 10: distance to least squares, change under (x, u) -> 2 (x, u), change
-# under y -> y + x, each over E[LS²]; tuned to least squares. These are means with heavy tails (high powers of x and of 1 / V): 50 000
-# prompts fix them within about 15 %. The change under scaling, a high power of the step sizes
-# too, is held to a factor of 2: preconditioners that fit equally well differ by that much.
+# ---- equivariance -----------------------------------------------------------------------
+
+# N = 10: distance to least squares, change under (x, u) -> 2 (x, u), change under y -> y + x, each
+# over E[LS²]; tuned to least squares. These are means with heavy tails (high powers of x and of
+# 1 / V): 50 000 prompts fix them within 15 and 25 %. The change under scaling, a high power of
+# the step sizes too, is held to a factor of 2: preconditioners that fit equally well differ so much.
 REFERENCE = {
     ("GD", 1): (0.170, 3.9, 0.12),
     ("GD", 2): (0.054, 49, 0.041),
@@ -185,7 +187,7 @@ def test_equivariance_numbers(equivariance, rival, expected):
     ]
     assert measured[0] == pytest.approx(expected[0], rel=0.15, abs=1e-20)
     assert expected[1] / 2 - 1e-20 <= measured[1] <= 2 * expected[1] + 1e-20
-    assert measured[2] == pytest.approx(expected[2], rel=0.15, abs=1e-20)
+    assert measured[2] == pytest.approx(expected[2], rel=0.25, abs=1e-20)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
