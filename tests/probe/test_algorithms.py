@@ -148,7 +148,7 @@ def test_ahn_optimum_is_one_preconditioned_step():
 # N = 10: distance to least squares, change under (x, u) -> 2 (x, u), change under y -> y + x, each
 # over E[LS²]; tuned to least squares. These are means with heavy tails (high powers of x and of
 # 1 / V): 50 000 prompts fix them within 15 and 25 %. The change under scaling, a high power of
-# the step sizes too, is held to a factor of 2: preconditioners that fit equally well differ so much.
+# the step sizes too, is held to a factor of 2: equally good fits differ so much.
 REFERENCE = {
     ("GD", 1): (0.170, 3.9, 0.12),
     ("GD", 2): (0.054, 49, 0.041),
