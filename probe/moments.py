@@ -17,6 +17,8 @@ ROUNDING_STEPS = 64
 # Ridge penalty in units of each feature's variance: far below what a probe can see, far above
 # the rounding of a correlation matrix.
 PENALTY = 1e-12
+# Share of a feature's variance below which a direction of the correlation matrix is rounding.
+RANK = 1e-10
 CONFIDENCE = 0.95
 RESAMPLES = 1000
 
@@ -35,6 +37,9 @@ class LinearMap:
             features on ``x weights`` (Haufe et al., NeuroImage 2014), so that moving x along
             `pattern` by a moves the probe's reading by a. 0 where a probe reads nothing.
         r2: R² on the samples it was fitted to, [v, q]; NaN for a target that does not vary.
+        whiten: ``(x - feature_mean) whiten`` has unit variance and no correlation in as many
+            columns as the features have rank, and is 0 in the others, [v, f, f].
+        spread: the way back, ``whiten`` coordinates times ``spreadᵀ``, [v, f, f].
     """
 
     weights: Tensor
@@ -44,6 +49,8 @@ class LinearMap:
     target_varies: Tensor
     pattern: Tensor
     r2: Tensor
+    whiten: Tensor
+    spread: Tensor
 
     def __call__(self, features: Tensor) -> Tensor:
         """[v, b, f] -> [v, b, q]."""
@@ -143,6 +150,10 @@ class Moments:
         covariance = self.xx @ weights
         read = (weights * covariance).sum(1)
         pattern = torch.where(read > 0, 1 / read, 0.0)[:, None] * covariance
+        ranked = values > RANK
+        root = values.where(ranked, 1.0).sqrt()[:, None] * ranked[:, None]
+        spread = scale[:, :, None] * vectors * root
+        whiten = inverse[:, :, None] * vectors * torch.where(root > 0, 1 / root, 0.0)
         residual = self.tt - 2 * (weights * self.xt).sum(1) + read
         return LinearMap(
             weights=weights,
@@ -152,6 +163,8 @@ class Moments:
             target_varies=self.target_varies,
             pattern=pattern,
             r2=(1 - residual / self.tt).where(self.target_varies, torch.nan),
+            whiten=whiten,
+            spread=spread,
         )
 
 
