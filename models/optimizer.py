@@ -10,15 +10,17 @@ Two ways to apply the penalty λ‖w‖₁ (Adam step: w <- w - η m̂ / (√v̂
 the loss. Weights end near zero, oscillating at the size of the learning rate.
 
 "proximal": the gradient of the loss alone moves m and v, then every weight is
-soft-thresholded. Adam divides the gradient by √v̂ + ε, so the step minimises in the
-metric diag(√v̂ + ε) and the proximal map of λ‖w‖₁ *in that metric* has the threshold
+soft-thresholded. The step divides by d = √(v̂ + λ²) + ε, so it minimises in the metric
+diag(d), and the proximal map of λ‖w‖₁ *in that metric* has the threshold
 
-    η λ / (√v̂ + ε),
+    η λ / d,
 
 not η λ. Only then are the resting points those of loss + λ‖w‖₁: w = 0 where
 |∂loss| <= λ, and ∂loss = -λ sign(w) elsewhere (with ηλ the penalty would act on
-the normalised gradient, as decoupled weight decay does). A clip that scales the
-gradient by c scales the threshold by c as well, so that it shortens the step on
+the normalised gradient, as decoupled weight decay does). The λ² in d, which any metric
+is free to have, holds the threshold below η: else a weight whose gradient is still
+small, as in a head that has not been found yet, would be deleted at once. A clip that
+scales the gradient by c scales λ by c as well, so that it shortens the step on
 loss + penalty and does not strengthen the penalty. Zeros are exact.
 """
 
@@ -109,12 +111,14 @@ class Adam:
             self.m[np.abs(self.m) < tiny] = 0
             self.v[self.v < tiny] = 0
 
-        scale = np.sqrt(self.v)
-        scale *= dtype.type(1 / math.sqrt(1 - beta2**t))
+        scale = self.v * dtype.type(1 / (1 - beta2**t))
+        if self.method == "proximal":
+            strength *= shrink
+            scale += np.square(strength)
+        np.sqrt(scale, out=scale)
         scale += dtype.type(_EPS)
-        np.divide(dtype.type(rate), scale, out=scale)  # η / (√v̂ + ε)
+        np.divide(dtype.type(rate), scale, out=scale)  # η / d
         weights -= dtype.type(1 / (1 - beta1**t)) * self.m * scale
         if self.method == "proximal":
             scale *= strength
-            scale *= shrink
             weights -= np.clip(weights, -scale, scale)

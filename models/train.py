@@ -13,7 +13,6 @@ from typing import Annotated
 import tyro
 from pydantic import ValidationError
 
-from models.checkpoint import CheckpointError
 from models.config import PromptConfig
 from models.training import DISTRIBUTIONS, TrainConfig, TrainingError, train
 
@@ -80,8 +79,10 @@ def main(
             save_seconds=save_seconds,
             save_steps=save_steps,
         )
-    except (TrainingError, CheckpointError) as error:
+    except (TrainingError, ValueError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: run the same command again to continue")
 
 
 def _messages(error: ValidationError) -> str:

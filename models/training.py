@@ -163,8 +163,11 @@ def train(
     Raises:
         TrainingError: if the output folder is in use, holds another run or cannot be
             written, or if Dask is asked for and missing.
+        ValueError: if `name` does not give distinct folder names, or a model does not fit
+            in memory.
     """
     config = config.model_copy(update={"backend": _backend(config.backend)})
+    config.model.require_memory()
     members = _members(config, name)
     sweep = Sweep(config, n_jobs, scheduler, save_seconds, save_steps, progress)
     if output is None:

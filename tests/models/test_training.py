@@ -506,6 +506,7 @@ def test_the_command_trains_and_shows_its_progress(tmp_path, command, capsys):
         (["--prompts", "varried"], "error: --prompts varried: .*give varied, uniform, plain"),
         (["--l1", "-1"], r"error: l1=\(-1.0,\) must not be negative"),
         (["--output", "/dev/null"], "error: cannot use /dev/null as output"),
+        (["--model.d-model", "1000000"], "error: a model with d_model=1000000, .* needs"),
     ],
 )
 def test_the_command_explains_what_is_wrong(words, message, command):
