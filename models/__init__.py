@@ -16,6 +16,7 @@ _HOMES = {
     "closed_form": "models.constructed",
     "coordinate_names": "models.constructed",
     "gradient_descent": "models.constructed",
+    "determinant_form": "models.determinant",
     "from_ahn": "models.published",
     "from_von_oswald": "models.published",
     "from_zhang": "models.published",

@@ -32,12 +32,12 @@ sends x_j / R to -(g / n) sqrt(2/D) on x_j, h to +-g / n on (const, spare): laye
 -x̄_j / R to x_j and -ȳ / R to y. Since y = 0 at the query, its row then holds -ȳ / R.
 
 *Layer k = 1 .. p eliminates x_k* from the later covariates and from y (Gaussian
-elimination; by Frisch-Waugh this is least squares). With S = QᵀQ the second
-moments over key rows, one head reads x_k on both sides and writes
--a x_k S_kj on coordinate j, the other reads h at the query and x_k at the
-key and writes +-b r_k S_kk on (const, spare). With a = r_k sqrt(2/D) b, layer
-norm adds -x_k S_kj / S_kk to coordinate j: the division by the pivot S_kk,
-which is n V / R² for p = 1.
+elimination; by Frisch-Waugh this is least squares, whatever the order of the
+covariates). With S = QᵀQ the second moments over key rows, one head reads x_k on
+both sides and writes -a x_k S_kj on coordinate j, the other reads h at the query
+and x_k at the key and writes +-b r_k S_kk on (const, spare). With
+a = r_k sqrt(2/D) b, layer norm adds -x_k S_kj / S_kk to coordinate j: the division
+by the pivot S_kk, which is n V / R² for p = 1.
 
 *Readout.* Coordinate y at the query is now -ŷ / R; the readout multiplies by -R.
 
@@ -74,7 +74,7 @@ from models.transformer import LinearAttentionTransformer
 
 # Layer-norm inputs are written at this size times V, so that even V = 1e-3 puts
 # their square ten orders above the default norm_eps.
-_HEADROOM = 1e6
+HEADROOM = 1e6
 
 
 def coordinate_names(n_covariates: int = 1) -> tuple[str, ...]:
@@ -89,6 +89,7 @@ def closed_form(
     ridge: float = 0.0,
     exclude_query: bool = False,
     dtype: torch.dtype = torch.float64,
+    order: Sequence[int] | None = None,
 ) -> LinearAttentionTransformer:
     """The transformer that computes least squares in closed form.
 
@@ -99,10 +100,12 @@ def closed_form(
         ridge: λ >= 0 added to V (p = 1 only): slope C / (V + λ).
         exclude_query: keep the query row out of keys and values; exact up to R.
         dtype: dtype of the weights.
+        order: in which the covariates are eliminated, (2, 1) for x_2 first; as numbered by
+            default.
 
     Raises:
         ValueError: if fewer than p + 2 samples, `scale` not positive and finite, `ridge`
-            negative or used with p > 1.
+            negative or used with p > 1, `order` not a permutation of 1 .. p.
     """
     if n_covariates < 1 or n_context < n_covariates + 2:
         raise ValueError(
@@ -117,13 +120,15 @@ def closed_form(
         raise ValueError(
             f"ridge={ridge} is for n_covariates=1 only, got {n_covariates}; set it to 0"
         )
+    numbers = range(1, n_covariates + 1)
+    order = tuple(numbers) if order is None else tuple(order)
+    if sorted(order) != list(numbers):
+        raise ValueError(f"order={order} must name each covariate 1 .. {n_covariates} once")
 
-    names = coordinate_names(n_covariates)
-    d_model = len(names)
-    basis = _Basis(names, d_model)
-    model = _blank(
+    basis = Basis(coordinate_names(n_covariates))
+    model = blank(
         ModelConfig(
-            d_model=d_model,
+            d_model=basis.d_model,
             n_layers=n_covariates + 1,
             n_heads=2,
             n_context=n_context,
@@ -133,39 +138,19 @@ def closed_form(
             exclude_query=exclude_query,
         )
     )
-    n_keys = n_context if exclude_query else n_context + 1
-    gain = math.sqrt(d_model / 2)
-    covariates = _covariate_names(n_covariates)
-
-    for row, name in enumerate((*covariates, "y"), start=1):
-        model.embed.W_E[row, basis.index(name)] = 1 / scale
-    model.embed.b_E[:] = basis["const"] - basis["spare"]
-
-    half_difference = (basis["const"] - basis["spare"]) / 2
-    divisor = basis["const"] - basis["spare"]  # written: opposite signs, sums to zero
-
-    def write(name: str) -> Tensor:
-        """A signal on its coordinate, balanced on const and spare so that it sums to zero."""
-        return basis[name] - (basis["const"] + basis["spare"]) / 2
-
-    centre = model.blocks[0].attn
-    value = torch.outer(half_difference, divisor)
-    for name in (*covariates, "y"):
-        value -= torch.outer(basis[name], write(name)) / gain
-    size = _HEADROOM / n_keys
-    _set_head(centre, 0, query=half_difference, key=half_difference, value=size * value)
-
-    for k, pivot in enumerate(covariates, start=1):
+    centre(model, basis, scale)
+    eliminated = tuple(f"x_{j}" for j in order)
+    for k, pivot in enumerate(eliminated, start=1):
         attn = model.blocks[k].attn
-        clean = 1 + k * gain  # the half difference before this layer
-        size = _HEADROOM * scale**2 / n_keys
-        eliminate = torch.zeros(d_model, d_model, dtype=torch.float64)
-        for name in (*covariates[k:], "y"):
-            eliminate -= torch.outer(basis[name], write(name)) * clean / gain
-        squared = basis[pivot] + math.sqrt(ridge) / (scale * clean) * half_difference
-        divide = size * torch.outer(squared, divisor)
-        _set_head(attn, 0, query=basis[pivot], key=basis[pivot], value=size * eliminate)
-        _set_head(attn, 1, query=half_difference, key=squared, value=divide)
+        clean = 1 + k * basis.gain  # the half difference before this layer
+        size = HEADROOM * scale**2 / n_keys(model)
+        eliminate = torch.zeros(basis.d_model, basis.d_model, dtype=torch.float64)
+        for name in (*eliminated[k:], "y"):
+            eliminate -= torch.outer(basis[name], basis.write(name)) * clean / basis.gain
+        squared = basis[pivot] + math.sqrt(ridge) / (scale * clean) * basis.half_difference
+        divide = size * torch.outer(squared, basis.divisor)
+        set_head(attn, 0, query=basis[pivot], key=basis[pivot], value=size * eliminate)
+        set_head(attn, 1, query=basis.half_difference, key=squared, value=divide)
 
     model.unembed.W_U[-1] = -scale * basis["y"]
     return model.to(dtype)
@@ -212,7 +197,7 @@ def gradient_descent(
         raise ValueError(f"gamma has shape {tuple(gammas.shape)}; give a number or [{n_steps}]")
     gammas = gammas.expand(n_steps)
 
-    model = _blank(
+    model = blank(
         ModelConfig(
             d_model=n_features + 1,
             n_layers=n_steps,
@@ -252,25 +237,59 @@ def gradient_descent(
     return model.to(dtype)
 
 
-class _Basis:
-    """Unit vectors of the residual stream by coordinate name."""
+class Basis:
+    """Directions of the residual stream by coordinate name.
 
-    def __init__(self, names: Sequence[str], d_model: int):
+    Attributes:
+        d_model: D, the number of names.
+        gain: sqrt(D/2), what layer norm makes of a constant that dominates its input.
+        half_difference: h, reads (const - spare) / 2.
+        divisor: what is written to divide: opposite signs on const and spare.
+    """
+
+    def __init__(self, names: Sequence[str]):
         self._names = list(names)
-        self._eye = torch.eye(d_model, dtype=torch.float64)
-
-    def index(self, name: str) -> int:
-        return self._names.index(name)
+        self.d_model = len(self._names)
+        self.gain = math.sqrt(self.d_model / 2)
+        self._eye = torch.eye(self.d_model, dtype=torch.float64)
+        self.divisor = self["const"] - self["spare"]
+        self.half_difference = self.divisor / 2
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._eye[self.index(name)]
+        """Reads a coordinate, [d]."""
+        return self._eye[self._names.index(name)]
+
+    def write(self, name: str) -> Tensor:
+        """Writes a coordinate, balanced on const and spare so that it sums to zero, [d]."""
+        return self[name] - (self["const"] + self["spare"]) / 2
+
+
+def centre(model: LinearAttentionTransformer, basis: Basis, scale: float) -> None:
+    """Write the embedding (signals over `scale`, constants 1 and -1) and layer 0, which centres."""
+    signals = (*_covariate_names(model.cfg.n_covariates), "y")
+    for row, name in enumerate(signals, start=1):
+        model.embed.W_E[row] = basis[name] / scale
+    model.embed.b_E[:] = basis.divisor
+    value = torch.outer(basis.half_difference, basis.divisor)
+    for name in signals:
+        value -= torch.outer(basis[name], basis.write(name)) / basis.gain
+    size = HEADROOM / n_keys(model)
+    half_difference = basis.half_difference
+    set_head(
+        model.blocks[0].attn, 0, query=half_difference, key=half_difference, value=size * value
+    )
+
+
+def n_keys(model: LinearAttentionTransformer) -> int:
+    """Number of rows among the keys."""
+    return model.cfg.n_context + (not model.cfg.exclude_query)
 
 
 def _covariate_names(n_covariates: int) -> tuple[str, ...]:
     return tuple(f"x_{j + 1}" for j in range(n_covariates))
 
 
-def _blank(config: ModelConfig) -> LinearAttentionTransformer:
+def blank(config: ModelConfig) -> LinearAttentionTransformer:
     """A float64 model with all weights zero, to be written in place."""
     model = LinearAttentionTransformer(config).double().requires_grad_(False)
     for parameter in model.parameters():
@@ -278,14 +297,15 @@ def _blank(config: ModelConfig) -> LinearAttentionTransformer:
     return model
 
 
-def _set_head(attn, head: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Rank-one QK circuit that reads one direction on each side, and a value map.
+def set_head(attn, head: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Give a head the QK circuit Σ_i query_i key_iᵀ and a value map [d, d].
 
-    A matrix applied from the right reads a row vector through its rows, so the
-    direction stands in column 0.
+    A matrix applied from the right reads a row vector through its rows, so directions, [d]
+    or [n, d], stand in the first columns.
     """
-    attn.W_Q[head, :, 0] = query
-    attn.W_K[head, :, 0] = key
+    query, key = torch.atleast_2d(query), torch.atleast_2d(key)
+    attn.W_Q[head, :, : len(query)] = query.T
+    attn.W_K[head, :, : len(key)] = key.T
     attn.W_V[head] = value
 
 
