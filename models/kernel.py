@@ -10,6 +10,7 @@ hold the two against each other. Neither torch nor transformer-lens is imported 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +90,9 @@ class FusedKernel:
         self.config = config
         self.batch = batch
         self._shapes = config.parameter_shapes()
-        self._sizes = [int(np.prod(shape)) for shape in self._shapes.values()]
+        ends = np.cumsum([math.prod(shape) for shape in self._shapes.values()]).tolist()
+        starts = [0, *ends[:-1]]
+        self._parts = dict(zip(self._shapes, map(slice, starts, ends), strict=True))
         # The last vector of prompts is filled up with copies that have no weight.
         self._n_padding = -batch % loops.lanes_of(self.dtype)
         self._weight = np.zeros(batch + self._n_padding, self.dtype)
@@ -131,10 +134,9 @@ class FusedKernel:
         theta = self._flatten(params)
         gradient = np.empty_like(theta)
         losses, _ = self._run(theta, gradient, x, y, targets, group)
-        parts = np.split(gradient, np.cumsum(self._sizes)[:-1], axis=1)
         return losses, {
-            name: part.reshape(len(theta), *shape)
-            for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
+            name: gradient[:, part].reshape(len(theta), *self._shapes[name])
+            for name, part in self._parts.items()
         }
 
     def predictions(
