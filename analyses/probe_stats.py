@@ -1,8 +1,9 @@
 """Where do the sufficient statistics live inside a transformer?
 
 Linear probes for x̄, ȳ, V, C, C/V and ŷ at every site of a checkpoint, at the query token (head
-states have no token), scored on fresh prompts, each beside the strongest of three controls:
-the raw input, untrained models of the same shape, shuffled targets.
+states have no token), and in the residual stream at every position. Each is scored on fresh
+prompts, beside the strongest of three controls: the raw input, untrained models of the same
+shape, shuffled targets.
 """
 
 import pandas as pd
@@ -10,7 +11,7 @@ import torch
 from pydantic import Field
 
 from probe import fit_probes, load_subject
-from probe.plots import probe_heatmaps, strongest_control, wide
+from probe.plots import position_panels, probe_heatmaps, strongest_control, wide
 from probe.reporting import AnalysisConfig, Output, main
 
 
@@ -29,19 +30,26 @@ class Config(AnalysisConfig):
 def run(config: Config) -> Output:
     """Probe every site of the checkpoint on the prompts it was trained on."""
     subject = load_subject(config.checkpoint)
-    scores = fit_probes(
-        subject.model,
-        subject.prompts,
-        n_train=config.n_prompts,
-        n_test=config.n_prompts,
-        n_untrained=config.n_untrained,
-        generator=torch.Generator().manual_seed(config.seed),
-    )
+    model, prompts = subject.model, subject.prompts
+    settings = {
+        "n_train": config.n_prompts,
+        "n_test": config.n_prompts,
+        "n_untrained": config.n_untrained,
+        "generator": torch.Generator().manual_seed(config.seed),
+    }
+    scores = fit_probes(model, prompts, **settings)
+    stream = [site for site in model.hook_dict if site.endswith(("hook_embed", "hook_resid_post"))]
+    everywhere = [*map(str, range(prompts.n_context)), "query"]
+    by_position = fit_probes(model, prompts, stream, everywhere, **settings)
+
     notes = (
         f"R² of linear probes on {config.n_prompts:,} fresh prompts, then the strongest control "
         f"(raw input, {config.n_untrained} untrained models, shuffled targets).",
     )
-    figures = {"probes": (probe_heatmaps(scores), scores)}
+    figures = {
+        "probes": (probe_heatmaps(scores), scores),
+        "positions": (position_panels(by_position), by_position),
+    }
     return Output(scores, _shown(scores), figures, subject.sha256, notes)
 
 

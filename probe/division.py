@@ -18,6 +18,7 @@ from models.config import PromptConfig
 from models.prompts import sample_prompts
 from models.transformer import LinearAttentionTransformer
 from probe.moments import fit_line
+from probe.norms import require_norm
 from probe.sites import collect
 
 
@@ -50,10 +51,7 @@ def division_test(
     Raises:
         ValueError: for a model without layer norm ("not applicable") or several covariates.
     """
-    if model.cfg.normalization == "none":
-        raise ValueError(
-            "division test not applicable: the model has no layer norm, so nothing in it divides"
-        )
+    require_norm(model)
     if prompt_config.n_covariates != 1:
         raise ValueError(
             f"division test not applicable to {prompt_config.n_covariates} covariates: with one "

@@ -114,7 +114,7 @@ def plan_positions(
     Raises:
         ValueError: on unknown sites or positions, or a named site that has none of them.
     """
-    known = ("query", *map(str, range(prompt_config.n_context)), "flatten", "state")
+    known = (*map(str, range(prompt_config.n_context)), "query", "flatten", "state")
     for position in (positions,) if isinstance(positions, str) else positions:
         if position not in known:
             raise ValueError(

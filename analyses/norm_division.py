@@ -1,0 +1,75 @@
+"""Does layer norm divide by V?
+
+Per layer: how the norm's scale follows V over prompts (log-log slope, R²), what happens to the
+prediction when scales are swapped between prompts (the division test), and the distributions of
+the norm's input, mean, scale and output beside those of the closed-form construction.
+"""
+
+import pandas as pd
+import torch
+from pydantic import Field
+
+from probe import division_test, load_subject, norm_statistics
+from probe.norms import scale_law, scale_points
+from probe.plots import norm_panels, scale_panels
+from probe.quantities import statistic_label
+from probe.reporting import AnalysisConfig, Output, main
+
+_RENAMED = ("slope", "slope_low", "slope_high", "r2", "ci_low", "ci_high")
+
+
+class Config(AnalysisConfig):
+    """Settings of the analysis.
+
+    Attributes:
+        n_prompts: prompts, and pairs of prompts in the division test.
+    """
+
+    n_prompts: int = Field(4000, ge=100)
+
+
+def run(config: Config) -> Output:
+    """Follow the scale and swap it, on the prompts the checkpoint was trained on."""
+    subject = load_subject(config.checkpoint)
+    generator = torch.Generator().manual_seed(config.seed)
+    settings = {"n_prompts": config.n_prompts, "generator": generator}
+    points = scale_points(subject.model, subject.prompts, **settings)
+    law = scale_law(points, generator)
+    distributions = norm_statistics(subject.model, subject.prompts, **settings)
+    scores = law.rename(columns={name: f"scale_{name}" for name in _RENAMED})
+    shown = _shown(law, "scale")
+    notes = [
+        "scale: log norm scale against log V at the query token.",
+        "±: half a 95 % interval over prompts; scores.csv has its ends.",
+    ]
+    if subject.prompts.n_covariates == 1:
+        division = division_test(subject.model, subject.prompts, **settings)
+        renamed = division.rename(columns={name: f"division_{name}" for name in _RENAMED})
+        scores = scores.merge(renamed, on="layer")
+        shown = shown.merge(_shown(division, "division"), on="layer")
+        notes.append(
+            "division: prediction under another prompt's scale, against (C/V_B - C/V_A)(u - x̄)."
+        )
+    figures = {
+        "scale_against_variance": (scale_panels(points), points),
+        "norm_distributions": (norm_panels(distributions), distributions),
+    }
+    return Output(scores, shown, figures, subject.sha256, tuple(notes))
+
+
+def _shown(lines: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Slope and R² by layer, each with half the width of its interval."""
+    shown = lines[["layer"]].copy()
+    if "statistic" in lines:
+        shown["of"] = lines["statistic"].map(statistic_label)
+    ends = {"slope": ("slope_low", "slope_high"), "r2": ("ci_low", "ci_high")}
+    for (value, (low, high)), label in zip(ends.items(), ("slope", "R²"), strict=True):
+        shown[f"{what}: {label}"] = [
+            f"{v:.3f} ± {(b - a) / 2:.3f}"
+            for v, a, b in lines[[value, low, high]].itertuples(index=False)
+        ]
+    return shown
+
+
+if __name__ == "__main__":
+    main("norm_division", Config, run, __doc__)
