@@ -25,14 +25,15 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch.func import functional_call, grad_and_value, vmap
 
 from models import ModelConfig
 from models.batched import batched_loss
 from models.kernel import FusedKernel
+from probe import load_subject
 from probe.figures import TWO_COLUMNS
-from probe.reporting import Output, main
+from probe.reporting import AnalysisConfig, Output, main
 
 KERNEL, BATCHED, VMAP, SINGLE = "kernel", "batched", "vmap", "autograd"
 ALL = (SINGLE, BATCHED, VMAP, KERNEL)
@@ -47,40 +48,26 @@ MIN_BATCH = 16
 Step = Callable[[], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 
-class Config(BaseModel):
+class Config(AnalysisConfig):
     """Settings of the benchmark.
 
     Attributes:
-        seed: of weights and prompts.
-        output: folder for the results; reports/benchmark_training by default.
+        checkpoint: the model whose shape is timed (its weights play no part).
         n_models: models in the ensemble.
         batch: prompts per model.
         n_context: context samples per prompt.
-        d_model: width of the models.
-        n_layers: layers of the models.
-        n_heads: heads per layer.
         repeats: samples per figure.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    seed: int = 0
-    output: Path | None = None
+    checkpoint: str = "untrained"
     n_models: int = Field(8, ge=1)
     batch: int = Field(256, ge=1)
     n_context: int = Field(20, ge=1)
-    d_model: int = Field(4, ge=1)
-    n_layers: int = Field(2, ge=1)
-    n_heads: int = Field(2, ge=1)
     repeats: int = Field(7, ge=1)
 
     def model(self, n_context: int) -> ModelConfig:
         """The shape that is timed, for prompts of `n_context` samples."""
-        return ModelConfig(
-            d_model=self.d_model,
-            n_layers=self.n_layers,
-            n_heads=self.n_heads,
-            n_context=n_context,
-        )
+        return load_subject(self.checkpoint).model.cfg.model_copy(update={"n_context": n_context})
 
 
 def run(config: Config) -> Output:
@@ -114,7 +101,8 @@ def run(config: Config) -> Output:
     )
     figures = {"scaling": (scaling_figure(scores), scores)}
     facts = {"start_up_seconds": start, "peak_memory_mib": memory, "cpus": os.cpu_count()}
-    return Output(scores, _shown(scores), figures, {}, notes, facts)
+    sha256 = load_subject(config.checkpoint).sha256
+    return Output(scores, _shown(scores), figures, sha256, notes, facts)
 
 
 def _batch(config: Config, n_context: int) -> int:
