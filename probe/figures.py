@@ -65,17 +65,18 @@ def heatmap(
     fmt: str = ".2f",
     colorbar: bool = True,
     colorbar_label: str = "",
+    labels: pd.DataFrame | None = None,
 ) -> Axes:
     """Annotated heatmap of a wide table on a fixed scale.
 
     The scale is [0, limit] or, signed, [-limit, limit], so that panels compare. Missing
-    cells stay blank.
+    cells stay blank. `labels` has the text of each cell, the values themselves by default.
     """
     sns.heatmap(
         table,
         ax=ax,
-        annot=len(table) <= 40,
-        fmt=fmt,
+        annot=len(table) <= 40 if labels is None else labels,
+        fmt=fmt if labels is None else "",
         annot_kws={"size": 6},
         vmin=-limit if signed else 0,
         vmax=limit,

@@ -31,29 +31,38 @@ from rich.markup import escape
 from rich.table import Table
 
 from models.checkpoint import to_json
+from models.runfolder import TrainingError
 from probe.figures import save_figure, style
 
 DEFAULT_CHECKPOINT = "closed_form"
 _PACKAGES = ("torch", "transformer-lens", "numpy", "scikit-learn", "pandas", "matplotlib")
 
 
-class AnalysisConfig(BaseModel):
-    """Settings every analysis shares.
+class ScriptConfig(BaseModel):
+    """Settings every script shares.
 
     Attributes:
-        checkpoint: a shipped name, a checkpoint folder, or "constructed",
-            "gradient_descent", "untrained".
         seed: seed of all randomness; the same seed gives the same bytes.
         output: folder for the results; reports/<analysis> by default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    checkpoint: str = DEFAULT_CHECKPOINT
     seed: int = 0
     output: Path | None = None
 
 
-C = TypeVar("C", bound=AnalysisConfig)
+class AnalysisConfig(ScriptConfig):
+    """Settings of an analysis of one checkpoint.
+
+    Attributes:
+        checkpoint: a shipped name, a checkpoint folder, or "constructed",
+            "gradient_descent", "untrained".
+    """
+
+    checkpoint: str = DEFAULT_CHECKPOINT
+
+
+C = TypeVar("C", bound=ScriptConfig)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Output:
         sha256: hash of the studied checkpoint(s).
         notes: lines printed below the table.
         facts: further JSON values for run.json.
+        pages: file name -> text of pages written beside the tables.
     """
 
     scores: pd.DataFrame
@@ -75,6 +85,7 @@ class Output:
     sha256: str | dict[str, str]
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
 
 
 def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) -> None:
@@ -82,7 +93,7 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
 
     Args:
         name: of the analysis; results go to reports/<name>/ unless told otherwise.
-        config_type: its settings, an `AnalysisConfig`.
+        config_type: its settings, a `ScriptConfig`.
         run: the analysis.
         doc: description shown by --help.
     """
@@ -96,7 +107,7 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
         with style():
             output = run(config)
             written = write_output(folder, output, config)
-    except (ValidationError, ValueError, OSError) as error:
+    except (ValidationError, ValueError, OSError, TrainingError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(2)
     console.print(table(output.shown))
@@ -106,16 +117,18 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def write_output(folder: Path, output: Output, config: AnalysisConfig) -> list[Path]:
-    """Write scores.csv, figures/ and run.json; all of them or none."""
+def write_output(folder: Path, output: Output, config: ScriptConfig) -> list[Path]:
+    """Write scores.csv, figures/, pages and run.json; all of them or none."""
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".writing.", dir=folder))
     try:
         output.scores.to_csv(staging / "scores.csv", index=False, float_format="%.10g")
         for figure_name, (figure, data) in output.figures.items():
             save_figure(figure, staging / "figures", figure_name, data)
+        for page, text in output.pages.items():
+            (staging / page).write_text(text, encoding="utf-8")
         record = {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": command(),
             "config": config.model_dump(mode="json"),
             "checkpoint_sha256": output.sha256,
             "versions": versions(),
@@ -131,6 +144,11 @@ def write_output(folder: Path, output: Output, config: AnalysisConfig) -> list[P
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return written
+
+
+def command() -> str:
+    """The command line that runs this process."""
+    return shlex.join(["python", *sys.argv])
 
 
 def versions() -> dict[str, str]:
