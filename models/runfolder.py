@@ -163,6 +163,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file in one step; on OSError the old one stays."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
+        os.fchmod(handle, 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
