@@ -1,0 +1,465 @@
+"""Align a learned model to a reference, at three levels, with a p-value.
+
+- ``"signed_permutation"``: rename and flip coordinates and heads (`probe.signed_permutation`).
+- ``"gauge"``: all symmetries of the weights (`probe.gauge`).
+- ``"functional"``: what both compute on the same prompts (`probe.functional`).
+
+Two models with the same weights agree at all levels, two that are related by a symmetry from
+the second on, two that run the same algorithm with other weights at the third only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from models.config import PromptConfig
+from models.constructed import coordinate_names
+from models.transformer import LinearAttentionTransformer
+from probe import functional, gauge, null
+from probe import signed_permutation as permuted
+from probe.nearest import ConstructionFamily
+from probe.weights import Weights, change_basis, input_map, weights_of, with_weights
+
+Level = Literal["signed_permutation", "gauge", "functional"]
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """A learned model beside a reference.
+
+    Attributes:
+        level: at which level they were aligned.
+        score: 1 for the same model; at most 1.
+        distance: 0 for the same model, in units of the level.
+        p_value: share of null models that score as high, (1 + k) / (1 + n), for the kind of
+            null model that does so most.
+        mapping: learned coordinate -> (name of the reference coordinate, sign). For the
+            other levels the signed permutation nearest to `matrix`.
+        table: what the score is made of. signed_permutation: part, learned, reference, cosine,
+            relative_error, norm; gauge: part, distance; functional: kind, layer, head, r2.
+        matrix: M [D_learned, D_reference] with Q_reference ≈ Q_learned M.
+        model: the learned model in the reference's coordinates; None where D differs
+            or (functional) M is no change of basis of a model.
+        null: scores of null models, columns kind, score.
+        notes: what could not be compared or was not searched exhaustively.
+    """
+
+    level: Level
+    score: float
+    distance: float
+    p_value: float
+    mapping: dict[int, tuple[str, int]]
+    table: pd.DataFrame
+    matrix: Tensor
+    model: LinearAttentionTransformer | None
+    null: pd.DataFrame
+    notes: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The mapping in words, such as "learned 3 = −x_1"."""
+        return tuple(
+            f"learned {index} = {'−' if sign < 0 else ''}{name}"
+            for index, (name, sign) in sorted(self.mapping.items())
+        )
+
+
+def align(
+    model: LinearAttentionTransformer,
+    reference: LinearAttentionTransformer | ConstructionFamily,
+    level: Level = "signed_permutation",
+    *,
+    names: Sequence[str] | None = None,
+    prompt_config: PromptConfig | None = None,
+    seed: int = 0,
+) -> Alignment:
+    """Align `model` to `reference` and say how surprising the agreement is.
+
+    Args:
+        model: the learned model.
+        reference: a construction or another learned model; or a `ConstructionFamily`, of which
+            every model, null models too, gets the member nearest to it.
+        level: see the module.
+        names: names of the reference's coordinates; those of the construction if it is one,
+            c0, c1, .. otherwise.
+        prompt_config: prompts for the functional level; by default of the model's size with
+            covariates of random mean and scale.
+        seed: of null models, restarts and prompts.
+
+    Raises:
+        ValueError: on an unknown level, another number of layers or covariates, non-finite
+            weights, or models whose weights the level cannot compare (the message says what
+            can be).
+    """
+    if level not in get_args(Level):
+        raise ValueError(f"level={level!r} is none of {', '.join(get_args(Level))}")
+    if isinstance(reference, ConstructionFamily):
+        pair = _Pair.with_nearest(model, reference, level)
+    else:
+        pair = _Pair.of(model, reference, level, names)
+    if level == "signed_permutation":
+        return _align_permuted(pair, seed)
+    if level == "gauge":
+        return _align_gauge(pair, seed)
+    return _align_functional(pair, seed, prompt_config)
+
+
+def is_construction(model: LinearAttentionTransformer) -> bool:
+    """Whether the coordinates of a model are those of `models.constructed.coordinate_names`."""
+    config = model.cfg
+    p = config.n_covariates
+    if (config.d_model, config.n_layers) != (p + 3, p + 1) or config.normalization != "branch":
+        return False
+    weights = weights_of(model)
+    tokens, readout = input_map(weights), weights["unembed.W_U"]
+    signals = tokens[1:, : p + 1]
+    return bool(
+        (tokens[0, : p + 1] == 0).all()
+        and (tokens[1:, p + 1 :] == 0).all()
+        and (signals == torch.diag(signals.diagonal())).all()
+        and (readout[:, [i for i in range(p + 3) if i != p]] == 0).all()
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two models that have been checked to be comparable.
+
+    `choose` gives the weights a null model is compared with.
+    """
+
+    model: LinearAttentionTransformer
+    reference: LinearAttentionTransformer
+    learned: Weights
+    target: Weights
+    names: tuple[str, ...]
+    last_only: bool
+    notes: tuple[str, ...]
+    choose: Callable[[Weights], Weights]
+    reference_key: str
+
+    @classmethod
+    def with_nearest(
+        cls, model: LinearAttentionTransformer, family: ConstructionFamily, level: Level
+    ) -> _Pair:
+        if model.cfg.normalization != "branch" or model.cfg.norm_affine:
+            raise ValueError("the construction needs branch normalization without affine map")
+        pair = cls.of(model, family.base, level, family.names)
+        member = family.nearest(pair.learned, model.cfg)
+        return replace(
+            pair,
+            reference=family.model_of(member),
+            target=member.weights,
+            notes=(f"nearest construction: {member}", *pair.notes),
+            choose=lambda weights: family.nearest(weights, model.cfg).weights,
+            reference_key="family",
+        )
+
+    @classmethod
+    def of(
+        cls,
+        model: LinearAttentionTransformer,
+        reference: LinearAttentionTransformer,
+        level: Level,
+        names: Sequence[str] | None,
+    ) -> _Pair:
+        a, b = model.cfg, reference.cfg
+        weights = []
+        for who, one in (("model", model), ("reference", reference)):
+            weights.append(weights_of(one))
+            for name, value in weights[-1].items():
+                if not value.isfinite().all():
+                    raise ValueError(f"{who}: {name} holds NaN or infinity; nothing to align")
+        for what in ("n_covariates", "n_layers"):
+            if getattr(a, what) != getattr(b, what):
+                raise ValueError(
+                    f"{what}: {getattr(a, what)} in the model, {getattr(b, what)} in the "
+                    f"reference; layers are compared one to one on the same prompts. "
+                    f"probe.read_out describes each model on its own"
+                )
+        _require_comparable(a, b, level)
+        notes = []
+        last_only = (a.readout, a.n_context) != (b.readout, b.n_context) or a.readout == "query"
+        if last_only and "flatten" in (a.readout, b.readout):
+            notes.append(
+                f"readouts differ ({a.readout}, N={a.n_context}; {b.readout}, N={b.n_context}): "
+                f"compared at the query token only"
+            )
+        if a.norm_affine or b.norm_affine:
+            notes.append("gain and bias of the layer norm are not compared")
+        if names is None:
+            constructed = is_construction(reference)
+            names = (
+                coordinate_names(b.n_covariates)
+                if constructed
+                else [f"c{i}" for i in range(b.d_model)]
+            )
+        if len(names) != b.d_model:
+            raise ValueError(f"{len(names)} names for the reference's {b.d_model} coordinates")
+        learned, target = weights
+        return cls(
+            model,
+            reference,
+            learned,
+            target,
+            tuple(names),
+            last_only,
+            tuple(notes),
+            choose=lambda _: target,
+            reference_key=null.fingerprint(target),
+        )
+
+    def key(self, *settings: object) -> tuple:
+        """What a null score depends on, beside the learned model's shape."""
+        shape = self.reference.cfg.model_dump_json()
+        return (self.reference_key, shape, self.last_only, *settings)
+
+
+def _require_comparable(a, b, level: Level) -> None:
+    if level == "functional":
+        if "flatten" in (a.readout, b.readout) and a.n_context != b.n_context:
+            flat = [c.n_context for c in (a, b) if c.readout == "flatten"]
+            if len(flat) == 2:
+                raise ValueError(
+                    f"n_context={flat[0]} and {flat[1]} with flatten readouts: the models cannot "
+                    f"see the same prompts; compare their weights instead"
+                )
+        return
+    if a.normalization != b.normalization:
+        raise ValueError(
+            f"normalization {a.normalization!r} and {b.normalization!r}: the same weights mean "
+            f"different things. Comparable are activations, level='functional'"
+        )
+    if level == "gauge":
+        if a.normalization != "branch" or a.norm_affine or b.norm_affine:
+            raise ValueError(
+                f"level 'gauge' is for branch normalization without affine map, got "
+                f"{a.normalization!r}, norm_affine={a.norm_affine or b.norm_affine}: other "
+                f"placements have other groups. Comparable: 'signed_permutation', 'functional'"
+            )
+        if a.d_model != b.d_model:
+            raise ValueError(
+                f"d_model {a.d_model} and {b.d_model}: no symmetry relates models of different "
+                f"width. Comparable: 'signed_permutation', 'functional'"
+            )
+
+
+def _align_permuted(pair: _Pair, seed: int) -> Alignment:
+    a, b = pair.model.cfg, pair.reference.cfg
+    width = max(a.d_model, b.d_model)
+
+    def match(weights: Weights, target: Weights) -> permuted.Match:
+        pieces = (
+            permuted.parts_of(one, config, width, pair.last_only)
+            for one, config in ((weights, a), (target, b))
+        )
+        return permuted.best_match(*pieces, seed)
+
+    best = match(pair.learned, pair.target)
+    exhaustive = width <= permuted.EXHAUSTIVE_LIMIT
+    scores = null.null_scores(
+        lambda models: np.array([match(one, pair.choose(one)).score for one in models]),
+        a,
+        seed,
+        null.DRAWS if exhaustive and pair.reference_key != "family" else null.FEW_DRAWS,
+        pair.key("signed_permutation", seed),
+    )
+    mapping = {
+        int(i): (pair.names[j], int(s))
+        for j, (i, s) in enumerate(zip(best.order, best.signs, strict=True))
+        if i < a.d_model and j < b.d_model
+    }
+    notes = [*pair.notes, _certificate(best, width)]
+    if len({sign for _, sign in mapping.values()}) > 1 and a.normalization != "none":
+        notes.append("signs are mixed: flipping single coordinates is only an approximate symmetry")
+    full = torch.from_numpy(permuted.permutation_matrix(best.order, best.signs))
+    aligned = None
+    if a.d_model == b.d_model:
+        aligned = with_weights(pair.model, _reorder(pair.learned, a, full, best.heads))
+    return Alignment(
+        level="signed_permutation",
+        score=best.score,
+        distance=float(np.sqrt(max(0.0, 1 - best.score))),
+        p_value=null.p_value(best.score, scores),
+        mapping=mapping,
+        table=_part_table(pair, width, best),
+        matrix=full[: a.d_model, : b.d_model],
+        model=aligned,
+        null=scores,
+        notes=tuple(notes),
+    )
+
+
+def _certificate(best: permuted.Match, width: int) -> str:
+    if best.exhaustive:
+        return (
+            f"certified optimal: every signed permutation of {width} coordinates was bounded, "
+            f"the next best scores {best.runner_up:.4f}"
+        )
+    return (
+        f"{width} coordinates are too many for exhaustive search (limit "
+        f"{permuted.EXHAUSTIVE_LIMIT}): assignment with restarts, no certificate"
+    )
+
+
+def _reorder(weights: Weights, config, matrix: Tensor, heads: np.ndarray) -> Weights:
+    """Weights in the reference's order of coordinates and heads (surplus heads last)."""
+    changed = change_basis(weights, config, matrix)
+    for layer, assigned in enumerate(heads):
+        order = [h for h in assigned if h >= 0]
+        order += [h for h in range(config.n_heads) if h not in order]
+        for name in ("W_Q", "W_K", "W_V"):
+            full = f"blocks.{layer}.attn.{name}"
+            changed[full] = changed[full][order]
+    return changed
+
+
+def _part_table(pair: _Pair, width: int, best: permuted.Match) -> pd.DataFrame:
+    """Cosine and relative error of every part; surplus heads and coordinates with their norm."""
+    learned = permuted.parts_of(pair.learned, pair.model.cfg, width, pair.last_only)
+    target = permuted.parts_of(pair.target, pair.reference.cfg, width, pair.last_only)
+    matrix = permuted.permutation_matrix(best.order, best.signs)
+    p = pair.reference.cfg.n_covariates
+    row_names = ["constant", *(f"x_{j + 1}" for j in range(p)), "y", "readout"]
+    rows = []
+
+    def add(part: str, a: object, b: object, cosine: float, error: float, norm: float) -> None:
+        values = (part, str(a), str(b), cosine, error, norm)
+        columns = ("part", "learned", "reference", "cosine", "relative_error", "norm")
+        rows.append(dict(zip(columns, values, strict=True)))
+
+    norms = zip(learned.row_norms, target.row_norms, strict=True)
+    for name, a, b, (size, goal) in zip(row_names, learned.rows, target.rows, norms, strict=True):
+        cosine = float(np.sum((a @ matrix) * b))
+        error = float(np.linalg.norm(size * a @ matrix - goal * b) / goal) if goal else np.nan
+        add("W_out" if name == "readout" else f"W_in {name}", "", "", cosine, error, float(size))
+    for layer, assigned in enumerate(best.heads):
+        for k, h in enumerate(assigned):
+            if h < 0:
+                norm = float(target.circuit_norms[layer, k].prod())
+                add(f"layer {layer} head", "unmatched", k, np.nan, np.nan, norm)
+                continue
+            cosines = np.array(
+                [
+                    np.sum((matrix.T @ a @ matrix) * b)
+                    for a, b in zip(
+                        learned.circuits[layer, h], target.circuits[layer, k], strict=True
+                    )
+                ]
+            )
+            cosines *= np.sign(cosines.sum()) or 1.0
+            for name, cosine, norm in zip(
+                "AB", cosines, learned.circuit_norms[layer, h], strict=True
+            ):
+                # Scales are free: the error is what the best one leaves.
+                error = float(np.sqrt(max(0.0, 1 - max(cosine, 0.0) ** 2)))
+                add(f"layer {layer} {name}", h, k, float(cosine), error, float(norm))
+        for h in set(range(learned.circuits.shape[1])) - set(assigned.tolist()):
+            norm = float(learned.circuit_norms[layer, h].prod())
+            add(f"layer {layer} head", h, "unmatched", np.nan, np.nan, norm)
+    for j, i in enumerate(best.order):
+        if i >= pair.model.cfg.d_model:
+            norm = float(input_map(pair.target)[:, j].norm())
+            add("coordinate", "unmatched", pair.names[j], np.nan, np.nan, norm)
+        elif j >= pair.reference.cfg.d_model:
+            norm = float(input_map(pair.learned)[:, i].norm())
+            add("coordinate", i, "unmatched", np.nan, np.nan, norm)
+    return pd.DataFrame(rows)
+
+
+def _align_gauge(pair: _Pair, seed: int) -> Alignment:
+    a, b = pair.model.cfg, pair.reference.cfg
+
+    def match(models: Sequence[Weights], targets: Sequence[Weights]) -> gauge.GaugeMatch:
+        return gauge.gauge_match(
+            [gauge.invariants(one, a, pair.last_only) for one in models],
+            [gauge.invariants(one, b, pair.last_only) for one in targets],
+            free_last=pair.last_only,
+        )
+
+    best = match([pair.learned], [pair.target])
+    distance = float(best.distance[0])
+    scores = null.null_scores(
+        lambda models: (
+            1 - match(models, [pair.choose(one) for one in models]).distance.square()
+        ).numpy(),
+        a,
+        seed,
+        null.FEW_DRAWS,
+        pair.key("gauge"),
+    )
+    parts = ["embed", *(f"layer {layer}" for layer in range(a.n_layers)), "readout"]
+    matrix = best.matrix[0]
+    write = gauge.output_map(matrix)
+    return Alignment(
+        level="gauge",
+        score=1 - distance**2,
+        distance=distance,
+        p_value=null.p_value(1 - distance**2, scores),
+        mapping=_nearest_mapping(matrix, pair.names),
+        table=pd.DataFrame({"part": parts, "distance": best.parts[0].sqrt().numpy()}),
+        matrix=matrix,
+        model=with_weights(pair.model, change_basis(pair.learned, a, matrix, write)),
+        null=scores,
+        notes=pair.notes,
+    )
+
+
+def _align_functional(pair: _Pair, seed: int, prompt_config: PromptConfig | None) -> Alignment:
+    a, b = pair.model.cfg, pair.reference.cfg
+    if prompt_config is None:
+        flat = a if a.readout == "flatten" or b.readout == "query" else b
+        prompt_config = PromptConfig(
+            n_context=max(flat.n_context, flat.n_covariates + 2),
+            n_covariates=a.n_covariates,
+            x_mean_std=1.0,
+            x_log_scale=0.7,
+        )
+    inputs = functional.shared_prompts(prompt_config, seed)
+    shells = [with_weights(one, weights_of(one)) for one in (pair.model, pair.reference)]
+
+    def match(weights: Weights, target: Weights) -> tuple[pd.DataFrame, Tensor]:
+        runs = []
+        for shell, values in zip(shells, (weights, target), strict=True):
+            shell.load_state_dict(values)
+            runs.append(tuple(functional.run(shell, batch) for batch in inputs))
+        return functional.functional_match(*runs)
+
+    def scorer(models: Sequence[Weights]) -> np.ndarray:
+        tables = [match(one, pair.choose(one))[0] for one in models]
+        return np.array([functional.functional_score(table) for table in tables])
+
+    table, matrix = match(pair.learned, pair.target)
+    score = functional.functional_score(table)
+    key = pair.key("functional", prompt_config.model_dump_json(), seed)
+    scores = null.null_scores(scorer, a, seed, null.FEW_DRAWS, key)
+    return Alignment(
+        level="functional",
+        score=score,
+        distance=1 - score,
+        p_value=null.p_value(score, scores),
+        mapping=_nearest_mapping(matrix, pair.names),
+        table=table,
+        matrix=matrix,
+        model=None,
+        null=scores,
+        notes=pair.notes,
+    )
+
+
+def _nearest_mapping(matrix: Tensor, names: Sequence[str]) -> dict[int, tuple[str, int]]:
+    """Signed permutation that keeps most of M, columns of M brought to unit norm."""
+    columns = (matrix / matrix.norm(dim=0).clamp(min=1e-300)).numpy()
+    learned, reference = linear_sum_assignment(-np.abs(columns))
+    return {
+        int(i): (names[j], -1 if columns[i, j] < 0 else 1)
+        for i, j in zip(learned, reference, strict=True)
+    }

@@ -1,0 +1,155 @@
+r"""The construction is a family; which member is nearest to a learned model?
+
+`models.closed_form` fixes what the algorithm leaves open:
+
+- R_j, R_y: units and signs of each signal, W_E[x_j] = 1/R_j, W_E[y] = 1/R_y, W_U[y] = -R_y.
+  Division makes every layer independent of the units, so nothing else changes.
+- kappa, sigma: const starts at kappa and spare at -sigma (sigma = kappa, or 0: unused at first).
+- the reading: with u_k = kappa + k√(D/2) on const and -v_k = -(sigma + k√(D/2)) on spare before
+  layer k, any α·const - (1 - α)·spare can stand for the constant, scaled by
+  r_k / (α u_k + (1 - α) v_k) to the value r_k = 1 + k√(D/2) that the weights expect.
+  α = 1/2 reads the half difference (exact as R grows), 1 const, 0 spare.
+
+Units and kappa are taken from the learned embedding: the member's rows of W, projected on the
+complement of 1, get the learned rows' norms (which no symmetry changes). Signs, sigma and α are
+tried, and the member with the smallest gauge distance before refinement is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.constructed import closed_form, coordinate_names
+from models.transformer import LinearAttentionTransformer
+from probe.gauge import invariants, start_distances
+from probe.weights import Weights, centring, input_map, weights_of, with_weights
+
+_READINGS = (0.5, 1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One construction of the family.
+
+    Attributes:
+        weights: its weights.
+        units: R with sign per signal, (R_1 .. R_p, R_y).
+        const: kappa.
+        spare: sigma.
+        reading: α.
+    """
+
+    weights: Weights
+    units: tuple[float, ...]
+    const: float
+    spare: float
+    reading: float
+
+    def __str__(self) -> str:
+        """The member in words."""
+        names = (*(f"x_{j + 1}" for j in range(len(self.units) - 1)), "y")
+        units = ", ".join(
+            f"{name}/{unit:.3g}" for name, unit in zip(names, self.units, strict=True)
+        )
+        reads = {0.5: "(const − spare)/2", 1.0: "const", 0.0: "spare"}[self.reading]
+        return f"{units}, const = {self.const:.3g}, spare = {-self.spare:.3g}, reads {reads}"
+
+
+@dataclass(frozen=True)
+class ConstructionFamily:
+    """All closed-form constructions for models of one shape.
+
+    Attributes:
+        base: the member with R = 1 in every unit.
+    """
+
+    base: LinearAttentionTransformer
+
+    @classmethod
+    def for_model(cls, config: ModelConfig) -> ConstructionFamily:
+        """The family beside models of a shape.
+
+        Raises:
+            ValueError: if the construction has another width or number of layers.
+        """
+        p = config.n_covariates
+        if (config.d_model, config.n_layers) != (p + 3, p + 1):
+            raise ValueError(
+                f"d_model={config.d_model}, n_layers={config.n_layers}: the construction for "
+                f"{p} covariate(s) has d_model={p + 3}, n_layers={p + 1}; align to "
+                f"models.closed_form at level 'signed_permutation' for another width"
+            )
+        n_context = max(config.n_context, p + 2)
+        # Signals of order 1, so that layer-norm inputs keep their distance from norm_eps.
+        return cls(closed_form(n_context, p, scale=1.0, exclude_query=config.exclude_query))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Coordinate names."""
+        return coordinate_names(self.base.cfg.n_covariates)
+
+    def member(
+        self, units: tuple[float, ...], const: float, spare: float, reading: float
+    ) -> Member:
+        """The construction with given free choices."""
+        config = self.base.cfg
+        p, d = config.n_covariates, config.d_model
+        weights = weights_of(self.base)
+        const_at, spare_at = p + 1, p + 2
+        for row, unit in enumerate(units):
+            weights["embed.W_E"][1 + row, row] = 1 / unit
+        weights["embed.b_E"][const_at], weights["embed.b_E"][spare_at] = const, -spare
+        weights["unembed.W_U"][-1, p] = -units[-1]
+        gain = math.sqrt(d / 2)
+        for layer in range(config.n_layers):
+            step = layer * gain
+            held = reading * (const + step) + (1 - reading) * (spare + step)
+            factor = (1 + step) / held
+            for name in ("W_Q", "W_K", "W_V"):
+                value = weights[f"blocks.{layer}.attn.{name}"]
+                # The base reads (const - spare) / 2: opposite rows.
+                clean = value[:, const_at] - value[:, spare_at]
+                value[:, const_at] = reading * factor * clean
+                value[:, spare_at] = -(1 - reading) * factor * clean
+        return Member(weights, units, const, spare, reading)
+
+    def members_like(self, learned: Weights) -> list[Member]:
+        """Members with the units of a learned model, all signs and readings."""
+        d = self.base.cfg.d_model
+        # The constant has to be read, the signals only scaled: their floors differ.
+        rows = (input_map(learned) @ centring(d)).norm(dim=1).clamp(min=1e-6)
+        constant = max(float(rows[0]), 0.1)
+        single = math.sqrt(1 - 1 / d)
+        sizes = [single / float(norm) for norm in rows[1:]]
+        found = []
+        # All signs at once are one symmetry, so the first may stay positive.
+        for signs in itertools.product((1.0, -1.0), repeat=len(sizes) - 1):
+            units = tuple(s * size for s, size in zip((1.0, *signs), sizes, strict=True))
+            for flip in (1.0, -1.0):
+                for used, reading in itertools.product((True, False), _READINGS):
+                    if not used and reading == 0.0:
+                        continue  # nothing to read in layer 0
+                    const = flip * constant / (math.sqrt(2) if used else single)
+                    found.append((units, const, const if used else 0.0, reading))
+        return [self.member(*choice) for choice in found if self._readable(*choice[1:])]
+
+    def nearest(self, learned: Weights, config: ModelConfig) -> Member:
+        """The member nearest to learned weights of a branch model without affine map."""
+        members = self.members_like(learned)
+        reduced = [invariants(one.weights, self.base.cfg, True) for one in members]
+        target = invariants(learned, config, True)
+        return members[int(start_distances(reduced, target, free_last=True).argmin())]
+
+    def model_of(self, member: Member) -> LinearAttentionTransformer:
+        """A member as a model."""
+        return with_weights(self.base, member.weights)
+
+    def _readable(self, const: float, spare: float, reading: float) -> bool:
+        """Whether the read constant keeps away from zero in every layer."""
+        steps = [k * math.sqrt(self.base.cfg.d_model / 2) for k in range(self.base.cfg.n_layers)]
+        return all(
+            abs(reading * (const + step) + (1 - reading) * (spare + step)) > 0.01 for step in steps
+        )
