@@ -1,0 +1,234 @@
+r"""What every coordinate of the residual stream holds, in named quantities.
+
+Each coordinate of the stream after a block, and of each layer-norm output, is regressed on the
+quantities the algorithm would keep there (`probe.dictionary`), over tokens and prompts:
+
+    coordinate_c(token) = Σ_q coefficient_qc · quantity_q(token) + rest.
+
+R² is taken on fresh prompts. Intervals are bootstrapped over blocks of prompts: tokens
+of one prompt are not independent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from models.config import PromptConfig
+from models.prompts import Prompts, sample_prompts
+from models.transformer import LinearAttentionTransformer
+from probe.canonical import canonical_rotation
+from probe.dictionary import Quantities, added_quantities, stream_quantities
+from probe.moments import percentiles, resample_counts
+from probe.sites import collect
+
+Basis = Literal["model", "canonical"]
+_BLOCKS = 48
+_HELD_OUT = 16
+# Coefficients below this share of a coordinate's largest contribution are left out of words.
+_WORTH_SAYING = 0.05
+
+
+def read_out(
+    model: LinearAttentionTransformer,
+    prompt_config: PromptConfig,
+    *,
+    basis: Basis = "model",
+    n_prompts: int = 1024,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Express every coordinate after each block and at each layer norm in named quantities.
+
+    With several covariates the order of elimination is the one whose quantities explain
+    most; it stands in ``.attrs["order"]``.
+
+    Args:
+        model: the model.
+        prompt_config: prompts to read on.
+        basis: the model's own, or the canonical one (`probe.canonical`): the rotation that fixes
+            1, a symmetry of the model, in which the read-out is sparsest. The
+            rotation stands in ``.attrs["rotation"]``.
+        n_prompts: prompts to fit on; a third as many again to score on.
+        seed: of prompts, starts and resamples.
+
+    Returns:
+        DataFrame, one row per site and coordinate: site, coordinate, r2, one column per
+        quantity with its coefficient (NaN where it is not in the site's dictionary),
+        ``<quantity>_low`` and ``_high``, words.
+
+    Raises:
+        ValueError: on a basis the model does not have, too few prompts, or prompts that do not
+            fit the model.
+    """
+    if basis not in get_args(Basis):
+        raise ValueError(f"basis={basis!r} is none of {', '.join(get_args(Basis))}")
+    config = model.cfg
+    if basis == "canonical" and (config.normalization == "none" or config.norm_affine):
+        raise ValueError(
+            "the canonical basis is a rotation that fixes 1, a symmetry of plain layer norms; "
+            f"this model has normalization={config.normalization!r}, "
+            f"norm_affine={config.norm_affine}: read it in basis='model'"
+        )
+    if n_prompts < _BLOCKS:
+        raise ValueError(f"n_prompts={n_prompts} is too few; give at least {_BLOCKS}")
+    if prompt_config.n_covariates != config.n_covariates:
+        raise ValueError(
+            f"prompts with {prompt_config.n_covariates} covariate(s), the model reads "
+            f"{config.n_covariates}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    size = n_prompts // _BLOCKS
+    batches = [sample_prompts(prompt_config, size, generator) for _ in range(_BLOCKS + _HELD_OUT)]
+    activations = [_activations(model, batch) for batch in batches]
+    orders = itertools.permutations(range(config.n_covariates))
+    fits = {order: _Fits(model, batches, activations, order) for order in orders}
+    order = max(fits, key=lambda one: fits[one].explained())
+    fit = fits[order]
+    rotation = torch.eye(config.d_model, dtype=torch.float64)
+    if basis == "canonical":
+        rotation = canonical_rotation(fit.loadings(), seed)
+    table = fit.table(rotation, generator)
+    table.attrs |= {"order": [j + 1 for j in order], "rotation": rotation.tolist()}
+    return table
+
+
+def describe(coordinate: int, coefficients: dict[str, float], sizes: dict[str, float]) -> str:
+    """A coordinate in words: "coordinate 3 = −0.31·x + 0.31·x̄".
+
+    Args:
+        coordinate: its index.
+        coefficients: by quantity.
+        sizes: standard deviation of each quantity (1 for the constant); what contributes
+            next to nothing is left out.
+    """
+    contributions = {name: abs(value) * sizes[name] for name, value in coefficients.items()}
+    largest = max(contributions.values())
+    terms = []
+    for name, value in coefficients.items():
+        if contributions[name] < _WORTH_SAYING * largest:
+            continue
+        sign = "−" if value < 0 else "+" if terms else ""
+        number = f"{abs(value):.2f}"
+        term = number if name == "1" else f"{number}·{name}"
+        terms.append(f"{sign} {term}" if terms else f"{sign}{term}")
+    return f"coordinate {coordinate} = {' '.join(terms) or '0'}"
+
+
+class _Fits:
+    """Regressions of all sites on their quantities, from moments per block of prompts."""
+
+    def __init__(
+        self,
+        model: LinearAttentionTransformer,
+        batches: Sequence[Prompts],
+        activations: Sequence[dict[str, Tensor]],
+        order: tuple[int, ...],
+    ):
+        self.sites = list(activations[0])
+        self.names: dict[str, tuple[str, ...]] = {}
+        # Per site: moments of [quantities | coordinates], [block, q + d, q + d].
+        self.moments: dict[str, Tensor] = {}
+        for site in self.sites:
+            blocks = []
+            for batch, acts in zip(batches, activations, strict=True):
+                quantities = _dictionary(site, batch, order)
+                self.names[site] = quantities.names
+                joint = torch.cat([quantities.values, acts[site]], -1).flatten(0, 1)
+                blocks.append(joint.T @ joint / len(joint))
+            self.moments[site] = torch.stack(blocks)
+
+    def coefficients(self, site: str, counts: Tensor | None = None) -> Tensor:
+        """Least squares on the fitting blocks, [..., quantity, coordinate].
+
+        Args:
+            site: the site.
+            counts: how often each fitting block is drawn, [resamples, block]; once by default.
+        """
+        blocks = self.moments[site][:_BLOCKS]
+        total = blocks.mean(0) if counts is None else torch.einsum("rb,bij->rij", counts, blocks)
+        q = len(self.names[site])
+        scale = total.diagonal(dim1=-2, dim2=-1)[..., :q].sqrt().clamp(min=1e-300)
+        gram = total[..., :q, :q] / scale[..., :, None] / scale[..., None, :]
+        cross = total[..., :q, q:] / scale[..., :, None]
+        return torch.linalg.pinv(gram, hermitian=True, rtol=1e-12) @ cross / scale[..., :, None]
+
+    def explained(self) -> float:
+        """Mean R² over sites, all coordinates of a site together."""
+        identity = torch.eye(self.moments[self.sites[0]].shape[-1] - len(self.names[self.sites[0]]))
+        shares = []
+        for site in self.sites:
+            residual, spread = self._held_out(site, identity.double())
+            shares.append(1 - float(residual.sum() / spread.sum()))
+        return sum(shares) / len(shares)
+
+    def loadings(self) -> list[Tensor]:
+        """Coefficient times standard deviation, per site [quantity, coordinate]."""
+        return [self.coefficients(site) * self._sizes(site)[:, None] for site in self.sites]
+
+    def table(self, rotation: Tensor, generator: torch.Generator) -> pd.DataFrame:
+        """The read-out in the basis Q O."""
+        rows = []
+        for site in self.sites:
+            names = self.names[site]
+            values = self.coefficients(site) @ rotation
+            counts = resample_counts(_BLOCKS, generator)
+            low, high = percentiles(self.coefficients(site, counts) @ rotation)
+            residual, spread = self._held_out(site, rotation)
+            sizes = dict(zip(names, self._sizes(site).tolist(), strict=True))
+            for c in range(rotation.shape[0]):
+                held = dict(zip(names, values[:, c].tolist(), strict=True))
+                r2 = 1 - float(residual[c] / spread[c]) if spread[c] > 0 else float("nan")
+                row = {"site": site, "coordinate": c, "r2": r2, **held}
+                for q, name in enumerate(names):
+                    row[f"{name}_low"], row[f"{name}_high"] = float(low[q, c]), float(high[q, c])
+                row["words"] = f"{describe(c, held, sizes)}, R² {r2:.2f}"
+                rows.append(row)
+        table = pd.DataFrame(rows)
+        named = list(dict.fromkeys(name for site in self.sites for name in self.names[site]))
+        bounds = [f"{name}_{side}" for name in named for side in ("low", "high")]
+        return table[["site", "coordinate", "r2", *named, *bounds, "words"]]
+
+    def _held_out(self, site: str, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared rest and variance per coordinate on fresh prompts; 0 variance if constant."""
+        q = len(self.names[site])
+        values = self.coefficients(site) @ rotation
+        total = self.moments[site][_BLOCKS:].mean(0)
+        held, cross = total[q:, q:], total[:q, q:] @ rotation
+        square = torch.einsum("ic,ij,jc->c", rotation, held, rotation)
+        predicted = torch.einsum("ic,ij,jc->c", values, total[:q, :q], values)
+        residual = square - 2 * (values * cross).sum(0) + predicted
+        spread = square - cross[0].square()  # quantity 0 is the constant
+        return residual, torch.where(spread > 1e-12 * square, spread, 0.0)
+
+    def _sizes(self, site: str) -> Tensor:
+        """Standard deviation of each quantity, 1 for the constant, [quantity]."""
+        q = len(self.names[site])
+        total = self.moments[site][:_BLOCKS].mean(0)
+        variance = total.diagonal()[:q] - total[0, :q].square()
+        variance[0] = 1
+        return variance.clamp(min=0).sqrt()
+
+
+def _activations(model: LinearAttentionTransformer, prompts: Prompts) -> dict[str, Tensor]:
+    names = []
+    for layer in range(model.cfg.n_layers):
+        names.append(f"blocks.{layer}.hook_resid_post")
+        names.append(f"blocks.{layer}.{_added(model)}")
+    return {site: value.double() for site, value in collect(model, prompts.inputs, names).items()}
+
+
+def _added(model: LinearAttentionTransformer) -> str:
+    """What a block writes: the norm's quotient on the branch, else the sum over heads."""
+    return "ln1_post.hook_normalized" if model.cfg.normalization == "branch" else "attn.hook_out"
+
+
+def _dictionary(site: str, prompts: Prompts, order: tuple[int, ...]) -> Quantities:
+    layer = int(site.split(".")[1])
+    if site.endswith("hook_resid_post"):
+        return stream_quantities(prompts, layer, order)
+    return added_quantities(prompts, layer, order)
