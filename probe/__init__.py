@@ -16,6 +16,8 @@ _HOMES = {
     "interchange": "probe.interventions",
     "division_test": "probe.division",
     "norm_statistics": "probe.norms",
+    "pivot_label": "probe.pivots",
+    "pivot_test": "probe.pivots",
     "align": "probe.matching",
     "Alignment": "probe.matching",
     "read_out": "probe.readout",

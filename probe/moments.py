@@ -195,22 +195,34 @@ def fit_line(x: Tensor, y: Tensor, generator: torch.Generator) -> Line:
     Raises:
         ValueError: if x does not vary.
     """
-    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
-    if not x.square().sum() > 0:
+    if not (x.double() - x.double().mean()).square().sum() > 0:
         raise ValueError("the regressor does not vary over prompts, so that no line can be fitted")
-    columns = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
-
-    def slope_and_r2(draws: Tensor) -> tuple[Tensor, Tensor]:
-        n, sx, sy, sxx, sxy, syy = (draws @ columns).unbind(1)
-        xx, xy, yy = sxx - sx * sx / n, sxy - sx * sy / n, syy - sy * sy / n
-        return xy / xx, torch.where(yy > 0, xy * xy / (xx * yy), 0.0)
-
-    once = slope_and_r2(torch.ones(1, len(x), dtype=torch.float64))
-    slopes, r2s = slope_and_r2(resample_counts(len(x), generator))
+    once = slopes_and_r2(x[None], y, torch.ones(1, len(y), dtype=torch.float64))
+    slopes, r2s = slopes_and_r2(x[None], y, resample_counts(len(y), generator))
     slope_low, slope_high = percentiles(slopes)
     ci_low, ci_high = percentiles(r2s)
     numbers = (once[0], slope_low, slope_high, once[1], ci_low, ci_high)
     return Line(*(float(number) for number in numbers))
+
+
+def slopes_and_r2(x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and R² of lines of y [n] on each of several regressors [c, n], per resample.
+
+    Args:
+        x: regressors.
+        y: what they explain.
+        draws: how often each sample counts, [resamples, n].
+
+    Returns:
+        Slopes and squared correlations (0 where y does not vary), each [resamples, c].
+    """
+    x = x.double() - x.double().mean(1, keepdim=True)
+    y = y.double() - y.double().mean()
+    n = draws.sum(1, keepdim=True)
+    sy, syy = (draws @ column[:, None] for column in (y, y * y))
+    sx, sxx, sxy = (draws @ columns.T for columns in (x, x * x, x * y))
+    xx, xy, yy = sxx - sx * sx / n, sxy - sx * sy / n, syy - sy * sy / n
+    return xy / xx, torch.where(yy > 0, xy * xy / (xx * yy), 0.0)
 
 
 def percentiles(replicates: Tensor) -> tuple[Tensor, Tensor]:

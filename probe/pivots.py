@@ -1,0 +1,271 @@
+r"""Several covariates: what does layer norm divide by?
+
+Elimination divides by the variance of one covariate, then by the residual variance of the
+next, and so on; Cramer's rule divides once, by the determinant of the covariance V. All of
+these are *pivots*
+
+    V_T|s = det V_{s ∪ T} / det V_s,
+
+the determinant of the covariance of a block T given a set s: of one covariate (`V_2|1`: the
+variance of x_2 given x_1), or of several at once (`det_12`). They are correlated, so that a
+layer which divides by one of them seems to divide by all: a pivot counts as found only if
+its R² beats that of every other one, by a margin whose interval excludes 0.
+
+The causal form exchanges the pivot. A model that eliminates s, then T with a multiplier
+m = V_T|s(A) / V_T|s(B) too large, then all others, predicts
+
+    β = V_TT⁻¹ C_T,  B = V_jT V_TT⁻¹   (after eliminating s)
+    ŷ ← ȳ + .. + m βᵀx_T,  x_j ← x_j - m B x_T,  y ← y - m βᵀ x_T,  least squares on the rest.
+
+That is what the prediction on A should become when layer norm is given the scale of B. The
+norm divides constants too, and later layers measure their own quotients by them: the swap
+rescales what varies in the norm's output and holds its mean over prompts and tokens.
+
+Shapes: b prompts, p covariates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import combinations
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from models.config import PromptConfig
+from models.prompts import Prompts, sample_prompts
+from models.transformer import LinearAttentionTransformer
+from probe.moments import percentiles, resample_counts, slopes_and_r2
+from probe.norms import require_norm
+from probe.sites import collect
+
+# Calibrated on constructions: the layer that divides by a pivot has R² and slope near 1; one
+# that divides by a constant follows pivots at slopes of 1e-3 and less, whatever its R².
+READABLE_R2 = 0.5
+READABLE_SLOPE = 0.25
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Pivot:
+    """Determinant of the covariance of `block` given `done`; covariates count from 1.
+
+    Attributes:
+        block: T, eliminated at once.
+        done: s, eliminated before.
+    """
+
+    block: tuple[int, ...]
+    done: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """``V_2``, ``V_2|1``, ``V_3|12``, ``det_12``."""
+        block, done = ("".join(map(str, part)) for part in (self.block, self.done))
+        kind = "V" if len(self.block) == 1 else "det"
+        return f"{kind}_{block}" + f"|{done}" * bool(done)
+
+    def value(self, x_cov: Tensor) -> Tensor:
+        """Of covariance matrices [b, p, p]: [b]."""
+        return _determinant(x_cov, self.done + self.block) / _determinant(x_cov, self.done)
+
+    def exchanged(self, prompts: Prompts, ratio: Tensor) -> Tensor:
+        """Prediction when what is divided by this pivot comes out `ratio` [b] times too large.
+
+        Returns:
+            Predictions, [b]; least squares where `ratio` is 1.
+        """
+        moments = _Moments.of(prompts)
+        one = torch.ones_like(ratio)
+        for covariates, multiplier in ((self.done, one), (self.block, ratio)):
+            moments = moments.eliminate(covariates, multiplier)
+        return moments.eliminate(tuple(range(1, prompts.n_covariates + 1)), one).prediction
+
+
+def candidates(n_covariates: int) -> list[Pivot]:
+    """Every V_j given every subset of the others, and the determinant of every submatrix."""
+    numbers = range(1, n_covariates + 1)
+    pivots = [
+        Pivot((j,), done)
+        for size in range(n_covariates)
+        for j in numbers
+        for done in combinations([k for k in numbers if k != j], size)
+    ]
+    blocks = [Pivot(T) for size in numbers[1:] for T in combinations(numbers, size)]
+    return pivots + blocks
+
+
+@torch.no_grad()
+def pivot_test(
+    model: LinearAttentionTransformer,
+    prompt_config: PromptConfig,
+    *,
+    n_prompts: int = 4000,
+    generator: torch.Generator | None = None,
+) -> pd.DataFrame:
+    """Which pivot each layer norm divides by, seen in its scale and in what a swap does.
+
+    The logarithm of the scale at the query token is regressed on the logarithm of every
+    candidate, over prompts. The margin of a candidate is its R² less the largest R² of the
+    others, on the same resampled prompts. The swap puts the scales of unrelated prompts B, at
+    all positions, in the place of those of A (constants are held), and regresses the change of
+    the prediction on the change expected when that pivot is exchanged.
+
+    Args:
+        model: a model with layer norm ("branch" or "post").
+        prompt_config: distribution of the prompts, usually the training distribution; pivots
+            can only be told apart where scales and correlation vary.
+        n_prompts: number of prompts A, and of prompts B.
+        generator: source of prompts and resamples; seeded with 0 by default.
+
+    Returns:
+        DataFrame with a row per layer and candidate: layer, candidate, r2, ci_low, ci_high,
+        slope (1 in a model that divides by the candidate), margin, margin_low, margin_high,
+        swap_r2, swap_r2_low, swap_r2_high, swap_slope, best; 95 % bootstrap intervals over prompts.
+        `best` is true for at most one candidate of a layer: margin_low above 0, r2 at least
+        0.5, slope at least 0.25.
+
+    Raises:
+        ValueError: for a model without layer norm, or a single covariate.
+    """
+    require_norm(model)
+    p = prompt_config.n_covariates
+    if p < 2:
+        raise ValueError(
+            "pivot test not applicable to one covariate, which has one pivot, V: use division_test"
+        )
+    generator = generator or torch.Generator().manual_seed(0)
+    a = sample_prompts(prompt_config, n_prompts, generator)
+    b = sample_prompts(prompt_config, n_prompts, generator)
+    pivots = candidates(p)
+    values = torch.stack([pivot.value(a.x_cov) for pivot in pivots])
+    ratios = values / torch.stack([pivot.value(b.x_cov) for pivot in pivots])
+    exchanged = [pivot.exchanged(a, ratio) for pivot, ratio in zip(pivots, ratios, strict=True)]
+    expected = torch.stack(exchanged) - a.least_squares
+    once = torch.ones(1, n_prompts, dtype=torch.float64)
+    draws = resample_counts(n_prompts, generator)
+    layers = []
+    for layer, (scale, change) in enumerate(_swaps(model, a.inputs, b.inputs)):
+        (slope,), (r2,) = slopes_and_r2(values.log(), scale.log(), once)
+        _, r2s = slopes_and_r2(values.log(), scale.log(), draws)
+        (swap_slope,), (swap_r2,) = slopes_and_r2(expected, change, once)
+        _, swap_r2s = slopes_and_r2(expected, change, draws)
+        columns = {
+            **_with_interval("r2", r2, r2s),
+            "slope": slope,
+            **_with_interval("margin", _margins(r2), _margins(r2s)),
+            **_with_interval("swap_r2", swap_r2, swap_r2s),
+            "swap_slope": swap_slope,
+        }
+        names = {"layer": layer, "candidate": [pivot.name for pivot in pivots]}
+        layers.append(pd.DataFrame(names | {key: c.numpy() for key, c in columns.items()}))
+    table = pd.concat(layers, ignore_index=True)
+    table = table.rename(columns={"r2_low": "ci_low", "r2_high": "ci_high"})
+    readable = (table.r2 >= READABLE_R2) & (table.slope >= READABLE_SLOPE)
+    return table.assign(best=readable & (table.margin_low > 0))
+
+
+def pivot_label(table: pd.DataFrame) -> str | None:
+    """The algorithm that the best pivots of a `pivot_test` spell out.
+
+    Returns:
+        "elimination (x2, x1)" if successive layers divide by V_2 and V_1|2, and so on for p
+        covariates, all of them; "closed form by determinant" if a layer divides by the
+        determinant of all covariates; None otherwise.
+    """
+    best = table[table.best].sort_values("layer").candidate.tolist()
+    by_name = {pivot.name: pivot for pivot in candidates(_n_covariates(table))}
+    everything = max(by_name.values(), key=lambda pivot: len(pivot.block)).block
+    order: tuple[int, ...] = ()
+    for name in best:
+        pivot = by_name[name]
+        if pivot.block == everything:
+            return "closed form by determinant"
+        if len(pivot.block) == 1 and pivot.done == tuple(sorted(order)):
+            order += pivot.block
+    if len(order) < len(everything):
+        return None
+    return f"elimination ({', '.join(f'x{j}' for j in order)})"
+
+
+def _n_covariates(table: pd.DataFrame) -> int:
+    return sum(name.startswith("V_") and "|" not in name for name in table.candidate.unique())
+
+
+def _swaps(
+    model: LinearAttentionTransformer, a: Tensor, b: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scale at the query of A and change of the prediction on A under a swap, layer by layer."""
+    before = model(a)
+    for layer in range(model.cfg.n_layers):
+        norm = f"blocks.{layer}.ln1_post"
+        scale, output = collect(
+            model, a, [f"{norm}.hook_scale", f"{norm}.hook_normalized"]
+        ).values()
+        ratio = scale / collect(model, b, f"{norm}.hook_scale")[f"{norm}.hook_scale"]
+        constant = output.mean((0, 1))
+        swapped = constant + ratio * (output - constant)
+        hook = (f"{norm}.hook_normalized", lambda _, hook, swapped=swapped: swapped)
+        yield scale[:, -1, 0], model.run_with_hooks(a, fwd_hooks=[hook]) - before
+
+
+def _with_interval(name: str, once: Tensor, replicates: Tensor) -> dict[str, Tensor]:
+    """A statistic [c] and the bounds of its interval from replicates [resamples, c]."""
+    low, high = percentiles(replicates)
+    return {name: once, f"{name}_low": low, f"{name}_high": high}
+
+
+def _margins(r2: Tensor) -> Tensor:
+    """Each R² less the largest of the others, [..., c]."""
+    top = r2.topk(2, dim=-1).values
+    return r2 - torch.where(r2 < top[..., :1], top[..., :1], top[..., 1:])
+
+
+def _determinant(x_cov: Tensor, covariates: tuple[int, ...]) -> Tensor:
+    """Of the submatrix of some covariates, [b]; 1 for none."""
+    index = [j - 1 for j in covariates]
+    return torch.linalg.det(x_cov[:, index][:, :, index])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moments:
+    """Second moments of residuals, and the prediction so far.
+
+    Attributes:
+        x_cov: [b, p, p].
+        xy_cov: [b, p].
+        query: residual covariates of the query, [b, p].
+        prediction: [b].
+        done: covariates that are eliminated.
+    """
+
+    x_cov: Tensor
+    xy_cov: Tensor
+    query: Tensor
+    prediction: Tensor
+    done: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, prompts: Prompts) -> _Moments:
+        return cls(prompts.x_cov, prompts.xy_cov, prompts.query - prompts.x_mean, prompts.y_mean)
+
+    def eliminate(self, covariates: tuple[int, ...], multiplier: Tensor) -> _Moments:
+        """Remove `multiplier` [b] times what the covariates explain; skips those done."""
+        T = [j - 1 for j in covariates if j not in self.done]
+        if not T:
+            return self
+        across = self.x_cov[:, :, T]
+        right = torch.cat([across.mT, self.xy_cov[:, T, None]], dim=2)
+        solved = torch.linalg.solve(across[:, T], right)
+        coefficients, beta = solved[..., :-1], solved[..., -1]
+        # Of x - m B x_T the moments lose 2m - m² times what B x_T explains.
+        lost = (2 * multiplier - multiplier**2)[:, None]
+        at_query = self.query[:, T]
+        return _Moments(
+            x_cov=self.x_cov - lost[..., None] * across @ coefficients,
+            xy_cov=self.xy_cov - lost * (across @ beta[..., None])[..., 0],
+            query=self.query - multiplier[:, None] * (at_query[:, None] @ coefficients)[:, 0],
+            prediction=self.prediction + multiplier * (beta * at_query).sum(1),
+            done=self.done | set(covariates),
+        )
