@@ -34,7 +34,8 @@ from models.checkpoint import to_json
 from models.runfolder import TrainingError
 from probe.figures import save_figure, style
 
-DEFAULT_CHECKPOINT = "closed_form"
+# The shipped model with the smallest error on fresh prompts.
+DEFAULT_CHECKPOINT = "varied_l1_3e-4_seed0"
 _PACKAGES = ("torch", "transformer-lens", "numpy", "scikit-learn", "pandas", "matplotlib")
 
 
@@ -169,13 +170,16 @@ def table(frame: pd.DataFrame, title: str | None = None) -> Table:
     return result
 
 
+def number(value: float) -> str:
+    """A number as tables show it: three decimals, or an exponent; NaN as a dash."""
+    if math.isnan(value):
+        return "–"
+    small = value != 0 and abs(value) < 0.001
+    return f"{value:.1e}" if small or abs(value) >= 1e4 else f"{value:.3f}"
+
+
 def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "–"
-        small = value != 0 and abs(value) < 0.001
-        return f"{value:.1e}" if small or abs(value) >= 1e4 else f"{value:.3f}"
-    return escape(str(value))
+    return number(value) if isinstance(value, float) else escape(str(value))
 
 
 def _require_writable(folder: Path) -> None:
