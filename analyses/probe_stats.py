@@ -24,7 +24,7 @@ class Config(AnalysisConfig):
     """
 
     n_prompts: int = Field(20_000, ge=100)
-    n_untrained: int = Field(3, ge=1)
+    n_untrained: int = Field(8, ge=1)
 
 
 def run(config: Config) -> Output:

@@ -54,7 +54,7 @@ def fit_probes(
     *,
     n_train: int = 20_000,
     n_test: int = 20_000,
-    n_untrained: int = 3,
+    n_untrained: int = 8,
     generator: torch.Generator | None = None,
 ) -> pd.DataFrame:
     """Probe sites of a model for the sufficient statistics of its prompts.
@@ -67,7 +67,8 @@ def fit_probes(
             (head states have no position). Each site is probed at those that it has.
         n_train: prompts to fit on.
         n_test: fresh prompts to score on.
-        n_untrained: draws of untrained models.
+        n_untrained: draws of untrained models; another such model exceeds the best of n with
+            probability 1 / (n + 1).
         generator: source of prompts, untrained models and resamples; seeded with 0 by default.
 
     Returns:
@@ -88,9 +89,11 @@ def fit_probes(
         raise ValueError(f"n_untrained={n_untrained} must be at least 1")
     generator = generator or torch.Generator().manual_seed(0)
     plan = plan_positions(models[0], prompt_config, sites, positions)
-    dtype = models[0].embed.W_E.dtype
+    # A seed of their own, or a model drawn from a generator in the same state is its own control.
+    fresh = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
     untrained = [
-        LinearAttentionTransformer(models[0].cfg, generator).to(dtype) for _ in range(n_untrained)
+        LinearAttentionTransformer(models[0].cfg, fresh).to(models[0].embed.W_E.dtype)
+        for _ in range(n_untrained)
     ]
     sources = [
         *(partial(read_sites, m, plan=plan) for m in (*models, *untrained)),
@@ -158,7 +161,6 @@ def read_sites(
             rows = activation.movedim(axes.index("position"), 1)
         else:
             rows = activation[:, None]
-        rows = rows.reshape(*rows.shape[:2], -1)
         for group, x in _views(rows, plan[site]):
             require_finite(site, x.movedim(1, 0))
             features[site, group] = x
@@ -169,11 +171,13 @@ def read_sites(
 
 
 def _views(rows: Tensor, positions: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Split [b, p, f] into one view per single position, and one for all of them flattened."""
+    """Split [b, p, ...] into one view per single position, and one for all of them flattened."""
     single = tuple(p for p in positions if p != "flatten")
     if single:
         index = [-1 if p in NATURAL_POSITIONS else int(p) for p in single]
-        yield single, rows[:, index].movedim(1, 0)
+        # Selecting before flattening: only what is probed is copied.
+        selected = rows[:, index].movedim(1, 0)
+        yield single, selected.reshape(*selected.shape[:2], -1)
     if "flatten" in positions:
         yield ("flatten",), rows.flatten(1)[None].clone()
 
