@@ -1,0 +1,59 @@
+"""What does the l1 penalty do?
+
+Every shipped model of one covariate along its l1 weight: error, exact zeros, active heads,
+probes for V and C with their strongest control, division test, and functional alignment with
+the construction. Nothing is trained.
+"""
+
+import pandas as pd
+from pydantic import Field
+
+from probe.reporting import Output, ScriptConfig, main
+from probe.survey import survey, trained_zoo
+from probe.survey_plots import MEASURES, path_panels
+
+
+class Config(ScriptConfig):
+    """Settings of the analysis.
+
+    Attributes:
+        n_prompts: pairs of prompts in the division test; probes take twice as many prompts.
+    """
+
+    n_prompts: int = Field(2000, ge=100)
+
+
+def run(config: Config) -> Output:
+    """Measure every shipped model of one covariate."""
+    zoo = trained_zoo()
+    if not zoo:
+        raise ValueError("no trained checkpoint ships with the package: make zoo trains them")
+    scores = survey(zoo, n_prompts=config.n_prompts, seed=config.seed)
+    notes = (
+        "medians over seeds; the penalty differs between rows of one distribution only.",
+        f"{len(scores)} models, {config.n_prompts} pairs of prompts each in the division test.",
+    )
+    hashes = {each.subject.name: each.subject.sha256 for each in zoo}
+    return Output(scores, _shown(scores), {"l1_path": (path_panels(scores), scores)}, hashes, notes)
+
+
+def _shown(scores: pd.DataFrame) -> pd.DataFrame:
+    """Medians by distribution and penalty, in words."""
+    groups = scores.groupby(["distribution", "l1"], sort=False)
+    shown = groups[list(MEASURES)].median()
+    shown.insert(0, "models", groups.size())
+    headings = {
+        "normalised_mse": "norm. MSE",
+        "zero_share": "zeros",
+        "active_heads": "heads",
+        "probe_V": "V",
+        "probe_C": "C",
+        "division_r2": "division",
+        "division_slope": "slope",
+        "alignment": "align",
+    }
+    return shown.rename(columns=headings).reset_index()
+
+
+if __name__ == "__main__":
+    main("l1_path", Config, run, __doc__)
