@@ -14,7 +14,7 @@ Shapes: b batch, K parameter sets, P parameters, R rivals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -40,6 +40,8 @@ _FEWER_K = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 _CAP = 1e30
 _ROUNDS = 15
 _DIFFERENCE = 1e-6
+# Refinement ends after this many rounds without a relative gain beyond that.
+_PATIENCE, _NEGLIGIBLE = 3, 1e-3
 
 # From parameter sets [K, P] and the number of steps each is meant to run [K], predictions
 # [K, b] after 1, 2, ... steps.
@@ -54,7 +56,7 @@ class Family:
         name: key of tables.
         steps: the values of k in a sweep; (1,) if the rival is not iterative.
         path: its predictions, step by step.
-        starts: parameter sets [K, P] to tune from.
+        starts: groups of parameter sets to tune from, [groups, K, P].
         describe: readable values of one parameter set [P].
     """
 
@@ -81,7 +83,8 @@ class Family:
 def tune(family: Family, problem: Problem, targets: Tensor) -> Tensor:
     """Fit a family to predictions, for every k of its sweep.
 
-    The best starting point for each k is refined by Levenberg-Marquardt, all k in parallel.
+    Of each group of starting points the best one for each k is refined by
+    Levenberg-Marquardt, all k in parallel; the best result stays.
 
     Args:
         family: which rival.
@@ -92,27 +95,15 @@ def tune(family: Family, problem: Problem, targets: Tensor) -> Tensor:
         Parameters, [number of steps, P].
     """
     steps = torch.tensor(family.steps)
-    parameters = _best_starts(family, problem, targets)
-    if parameters.shape[1] == 0:
-        return parameters
-    damping = parameters.new_full((len(steps),), 1e-2)
-    residual = family.predict(problem, parameters, steps) - targets
-    for _ in range(_ROUNDS):
-        jacobian = _jacobian(family, problem, parameters, steps, residual + targets)
-        curvature = jacobian @ jacobian.mT
-        diagonal = curvature.diagonal(dim1=1, dim2=2)
-        floor = 1e-12 * diagonal.amax(1, keepdim=True) + 1e-100
-        curvature = curvature + torch.diag_embed(damping[:, None] * diagonal + floor)
-        gradient = (jacobian @ residual[..., None])[..., 0]
-        move, _ = torch.linalg.solve_ex(curvature, gradient)
-        # Most parameters are logarithms: a factor of e is far enough for one round.
-        tried = parameters - torch.nan_to_num(move).clamp(-1, 1)
-        tried_residual = family.predict(problem, tried, steps) - targets
-        better = _mean_square(tried_residual) < _mean_square(residual)
-        parameters = torch.where(better[:, None], tried, parameters)
-        residual = torch.where(better[:, None], tried_residual, residual)
-        damping = torch.where(better, damping / 5, damping * 4).clamp(1e-10, 1e6)
-    return parameters
+    candidates, errors = [], []
+    for starts in family.starts(problem):
+        parameters = _best_starts(family, problem, targets, starts)
+        if parameters.shape[1]:
+            parameters = _refine(family, problem, targets, parameters, steps)
+        candidates.append(parameters)
+        errors.append(_mean_square(family.predict(problem, parameters, steps) - targets))
+    best = torch.stack(errors).argmin(0)
+    return torch.stack(candidates)[best, torch.arange(len(steps))]
 
 
 @dataclass(frozen=True)
@@ -125,17 +116,32 @@ class Ladder:
     """
 
     index: pd.DataFrame
-    _fitted: tuple[tuple[Family, bool, Tensor], ...]
+    # One entry per family and query row, or per rival: family, query row, parameters [K, P],
+    # steps [K]; in the order of `index`.
+    _fitted: tuple[tuple[Family, bool, Tensor, Tensor], ...]
 
     def predict(self, prompts: Prompts) -> Tensor:
         """Predictions of every rival in the order of `index`, [R, b]."""
-        problems = {False: Problem.of(prompts), True: Problem.of(with_query_row(prompts))}
+        problems = {
+            query_row: Problem.of(with_query_row(prompts) if query_row else prompts)
+            for query_row in {entry[1] for entry in self._fitted}
+        }
         return torch.cat(
             [
-                family.predict(problems[query_row], parameters, torch.tensor(family.steps))
-                for family, query_row, parameters in self._fitted
+                family.predict(problems[query_row], parameters, steps)
+                for family, query_row, parameters, steps in self._fitted
             ]
         )
+
+    def take(self, rows: Sequence[int]) -> Ladder:
+        """The rivals at these rows of `index`, in this order."""
+        singles = [
+            (family, query_row, parameters[i : i + 1], steps[i : i + 1])
+            for family, query_row, parameters, steps in self._fitted
+            for i in range(len(steps))
+        ]
+        index = self.index.iloc[list(rows)].reset_index(drop=True)
+        return Ladder(index, tuple(singles[row] for row in rows))
 
 
 def climb(prompts: Prompts, targets: Tensor) -> Ladder:
@@ -145,16 +151,44 @@ def climb(prompts: Prompts, targets: Tensor) -> Ladder:
     for family in FAMILIES:
         for query_row, problem in problems.items():
             parameters = tune(family, problem, targets)
-            fitted.append((family, query_row, parameters))
+            fitted.append((family, query_row, parameters, torch.tensor(family.steps)))
             for k, values in zip(family.steps, parameters, strict=True):
                 row = {"family": family.name, "k": k, "query_row": query_row}
                 rows.append({**row, "parameters": family.describe(values)})
     return Ladder(pd.DataFrame(rows), tuple(fitted))
 
 
-def _best_starts(family: Family, problem: Problem, targets: Tensor) -> Tensor:
-    """The best starting point for each k, [number of steps, P]."""
-    starts = family.starts(problem)
+def _refine(
+    family: Family, problem: Problem, targets: Tensor, parameters: Tensor, steps: Tensor
+) -> Tensor:
+    """Levenberg-Marquardt from parameters [K, P]."""
+    damping = parameters.new_full((len(steps),), 1e-2)
+    residual = family.predict(problem, parameters, steps) - targets
+    idle = 0
+    for _ in range(_ROUNDS):
+        jacobian = _jacobian(family, problem, parameters, steps, residual + targets)
+        curvature = jacobian @ jacobian.mT
+        diagonal = curvature.diagonal(dim1=1, dim2=2)
+        floor = 1e-12 * diagonal.amax(1, keepdim=True) + 1e-100
+        curvature = curvature + torch.diag_embed(damping[:, None] * diagonal + floor)
+        gradient = (jacobian @ residual[..., None])[..., 0]
+        move, _ = torch.linalg.solve_ex(curvature, gradient)
+        # Most parameters are logarithms: a factor of e is far enough for one round.
+        tried = parameters - torch.nan_to_num(move).clamp(-1, 1)
+        tried_residual = family.predict(problem, tried, steps) - targets
+        gain = 1 - _mean_square(tried_residual) / _mean_square(residual).clamp(min=1e-300)
+        better = gain > 0
+        parameters = torch.where(better[:, None], tried, parameters)
+        residual = torch.where(better[:, None], tried_residual, residual)
+        damping = torch.where(better, damping / 5, damping * 4).clamp(1e-10, 1e6)
+        idle = 0 if (gain > _NEGLIGIBLE).any() else idle + 1
+        if idle == _PATIENCE:
+            break
+    return parameters
+
+
+def _best_starts(family: Family, problem: Problem, targets: Tensor, starts: Tensor) -> Tensor:
+    """The best of starting points [K, P] for each k, [number of steps, P]."""
     chosen = []
     for k in family.steps:
         # Step sizes that change along the way depend on k, so each k has its own path.
@@ -181,7 +215,7 @@ def _mean_square(error: Tensor) -> Tensor:
 
 
 def _nothing(problem: Problem) -> Tensor:
-    return problem.y_mean.new_zeros(1, 0)
+    return problem.y_mean.new_zeros(1, 1, 0)
 
 
 def _least_squares(problem: Problem, parameters: Tensor, steps: Tensor) -> Iterator[Tensor]:
@@ -251,17 +285,20 @@ def _log_grid(problem: Problem, low: float, high: float, size: int, row: int = -
 
 
 def _step_starts(problem: Problem) -> Tensor:
+    """Without a spread, where its derivative vanishes by symmetry, and with one."""
     steps = -_log_grid(problem, -2, 5, 24)
-    # Without a spread its derivative vanishes: the order of the steps does not matter.
-    return torch.cartesian_prod(steps, steps.new_tensor([0.0, 1.0, 2.5]))
+    return torch.stack(
+        [torch.stack([steps, torch.full_like(steps, spread)], 1) for spread in (0.0, 1.5)]
+    )
 
 
 def _step_and_gamma_starts(problem: Problem) -> Tensor:
-    return torch.cartesian_prod(-_log_grid(problem, -2, 4, 14), -_log_grid(problem, -0.5, 8, 9))
+    steps, gammas = -_log_grid(problem, -2, 4, 14), -_log_grid(problem, -0.5, 8, 9)
+    return torch.cartesian_prod(steps, gammas)[None]
 
 
 def _penalty_starts(problem: Problem) -> Tensor:
-    return _log_grid(problem, -14, 5, 40, row=0)[:, None]
+    return _log_grid(problem, -14, 5, 40, row=0)[None, :, None]
 
 
 def _preconditioner_starts(problem: Problem) -> Tensor:
@@ -279,7 +316,7 @@ def _preconditioner_starts(problem: Problem) -> Tensor:
     rows, columns = torch.tril_indices(*eye.shape)
     entries = factors[:, rows, columns]
     starts = [torch.cat([torch.full((len(entries), len(eye)), s), entries], 1) for s in (0.0, 1.0)]
-    return torch.cat(starts)
+    return torch.stack(starts)
 
 
 def _describe_nothing(parameters: Tensor) -> dict[str, float]:

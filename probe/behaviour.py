@@ -1,0 +1,272 @@
+r"""What a model does, measured against every rival.
+
+`conditions` draws prompts in distribution and shifted, `compare` measures on them
+
+- *distance*: mean (m - r)² / var(m) of predictions m of the model and r of a rival: the
+  share of the model's variance that the rival leaves unexplained;
+- *line distance*: the same for the straight lines that m and r induce, fitted to predictions
+  at fresh queries with the context kept (Akyürek et al., arXiv 2211.15661);
+- *defect* of equivariance: mean (f(T P) - T f(P))² / mean f² for (x, u) -> 2(x, u), where
+  the prediction should not change, y -> y + x, where it should grow by u, x -> x + 1 and
+  y -> 3 y. Least squares has none;
+- *sensitivity cosine*: cosine between derivatives of m and r along random directions of
+  the samples (von Oswald et al., arXiv 2212.07677, use the query's).
+
+Intervals are 95 % bootstrap intervals over prompts.
+
+Shapes: b batch, R rivals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from models.config import PromptConfig
+from models.prompts import Prompts, prompts_from_arrays, sample_prompts
+from probe.ladder import Ladder
+from probe.moments import percentiles, resample_counts
+from probe.predictor import Predictor
+
+IN_DISTRIBUTION = "in distribution"
+# Shifts of length change what the step sizes of a rival mean, so they inform but do not count.
+LENGTHS = {"N / 2": 0.5, "N x 2": 2.0}
+_DIRECTIONS = 12
+_QUERIES = 6
+# Predictions beyond this many times their in-distribution size say nothing but "diverged".
+_DIVERGED = 1e6
+
+
+def conditions(
+    config: PromptConfig, batch: int, generator: torch.Generator, any_length: bool
+) -> dict[str, Prompts]:
+    """Prompts in distribution and under each shift, [batch] each, by name.
+
+    Args:
+        config: the distribution.
+        batch: prompts per condition.
+        generator: source of randomness.
+        any_length: whether the model takes prompts of other lengths.
+    """
+    base = sample_prompts(config, batch, generator)
+    x, u = base.x, base.query
+    slope = base.slope.reshape(batch, -1)
+    # One typical size of x, so that shifts mean the same for every distribution.
+    size = base.x_var.mean().sqrt()
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+
+    def follow(new_x: Tensor) -> Tensor:
+        """y moved along the prompt's own line, so that it fits the new x."""
+        return base.y + torch.einsum("bnp,bp->bn", new_x - x, slope)
+
+    result = {IN_DISTRIBUTION: base}
+    for factor, name in ((0.5, "x / 2"), (2.0, "x x 2"), (4.0, "x x 4")):
+        result[name] = prompts_from_arrays(factor * x, follow(factor * x), factor * u)
+    shifted = x + 2 * size
+    result["x + 2 sd"] = prompts_from_arrays(shifted, follow(shifted), u + 2 * size)
+    steep = base.y + 2 * torch.einsum("bnp,bp->bn", x, slope)
+    result["slope x 3"] = prompts_from_arrays(x, steep, u)
+    result["noise + 0.5"] = prompts_from_arrays(x, base.y + 0.5 * normal(base.y), u)
+    # A normal over an independent chi of 3 degrees is Student's t.
+    chi = torch.stack([normal(x) for _ in range(3)]).square().mean(0).sqrt()
+    centre = x.mean(1, keepdim=True)
+    heavy = centre + (x - centre) / chi
+    result["heavy tails"] = prompts_from_arrays(heavy, follow(heavy), u)
+    outlier = base.y.clone()
+    outlier[:, 0] += 5 * base.y.std(1) * normal(base.y_mean).sign()
+    result["outlier"] = prompts_from_arrays(x, outlier, u)
+    if any_length:
+        for name, factor in LENGTHS.items():
+            n = max(config.n_covariates + 2, 3, round(config.n_context * factor))
+            result[name] = sample_prompts(
+                config.model_copy(update={"n_context": n}), batch, generator
+            )
+    return result
+
+
+def where_finite(predictor: Predictor, prompts: dict[str, Prompts]) -> dict[str, Prompts]:
+    """Leave out conditions under which the model diverges on a prompt."""
+    limit = _DIVERGED * float(predictor(prompts[IN_DISTRIBUTION]).abs().max())
+    return {
+        name: batch for name, batch in prompts.items() if (predictor(batch).abs() < limit).all()
+    }
+
+
+def distances(
+    predictor: Predictor, ladder: Ladder, prompts: dict[str, Prompts], generator: torch.Generator
+) -> pd.DataFrame:
+    """Distance of the model to every rival under every condition.
+
+    Returns:
+        DataFrame with columns measure, condition, family, k, query_row, value, ci_low,
+        ci_high, n_prompts.
+    """
+    tables = []
+    for name, batch in prompts.items():
+        predictions = predictor(batch)
+        error = (ladder.predict(batch) - predictions).square()
+        values = _over_variance(error, predictions, generator)
+        tables.append(
+            ladder.index[["family", "k", "query_row"]].assign(
+                measure="distance", condition=name, **values
+            )
+        )
+    return pd.concat(tables, ignore_index=True)
+
+
+def further_measures(
+    predictor: Predictor, ladder: Ladder, prompts: Prompts, generator: torch.Generator
+) -> pd.DataFrame:
+    """Line distance, sensitivity cosine and equivariance defects in distribution.
+
+    Args:
+        predictor: the model.
+        ladder: the rivals to measure, none of which is always zero.
+        prompts: prompts in distribution.
+        generator: source of directions and resamples.
+
+    Returns:
+        As `distances`; defects of the model itself have the family "model".
+    """
+
+    def everyone(batch: Prompts) -> Tensor:
+        return torch.cat([predictor(batch)[None], ladder.predict(batch)])
+
+    index = ladder.index[["family", "k", "query_row"]]
+    model = pd.DataFrame([{"family": "model", "k": 0, "query_row": False}])
+    with_model = pd.concat([model, index], ignore_index=True)
+    tables = []
+
+    lines = _induced_lines(everyone, prompts, generator)
+    error = (lines[1:] - lines[0]).square().mean(2)
+    spread = lines[0].flatten()
+    values = _over_variance(error, spread.reshape(len(prompts), -1), generator)
+    tables.append(index.assign(measure="line distance", **values))
+
+    gradients = _derivatives(everyone, prompts, generator)
+    cosine = torch.nn.functional.cosine_similarity(gradients[1:], gradients[:1], dim=2)
+    values = _mean(torch.nan_to_num(cosine), generator)
+    tables.append(index.assign(measure="sensitivity cosine", **values))
+
+    before = everyone(prompts)
+    for name, moved, expected in _moved(prompts):
+        change = everyone(moved) - expected(before)
+        values = _ratio(change.square(), before.square(), generator)
+        tables.append(with_model.assign(measure=f"defect: {name}", **values))
+    return pd.concat(tables, ignore_index=True).assign(condition=IN_DISTRIBUTION)
+
+
+def separations(
+    predictor: Predictor, ladder: Ladder, prompts: dict[str, Prompts]
+) -> dict[str, Tensor]:
+    """Distance between every two rivals under each condition, [R, R]; as for the model's own,
+    relative to the variance of its predictions.
+    """
+    result = {}
+    for name, batch in prompts.items():
+        rivals = ladder.predict(batch)
+        difference = (rivals[:, None] - rivals[None]).square().mean(2)
+        result[name] = difference / predictor(batch).var()
+    return result
+
+
+def _moved(prompts: Prompts) -> Iterator[tuple[str, Prompts, Callable[[Tensor], Tensor]]]:
+    """Transformed prompts, and what they should do to predictions."""
+    x, y, u = prompts.x, prompts.y, prompts.query
+    yield "(x, u) doubled", prompts_from_arrays(2 * x, y, 2 * u), lambda f: f
+    sheared = prompts_from_arrays(x, y + x[..., 0], u)
+    yield "y + x", sheared, lambda f: f + u[:, 0]
+    yield "x + 1", prompts_from_arrays(x + 1, y, u + 1), lambda f: f
+    yield "y tripled", prompts_from_arrays(x, 3 * y, u), lambda f: 3 * f
+
+
+def _induced_lines(
+    predict: Callable[[Prompts], Tensor], prompts: Prompts, generator: torch.Generator
+) -> Tensor:
+    """Values at fresh queries of the line fitted to predictions there, [R, b, queries]."""
+    n_queries = _QUERIES + prompts.n_covariates
+    # Queries of other prompts: the same distribution, independent of the context.
+    others = torch.randint(len(prompts), (n_queries, len(prompts)), generator=generator)
+    queries = prompts.query[others]
+    answers = torch.stack(
+        [predict(prompts_from_arrays(prompts.x, prompts.y, u)) for u in queries], dim=-1
+    )
+    rows = torch.cat([torch.ones_like(queries[..., :1]), queries], dim=-1).transpose(0, 1)
+    # Orthogonal projection of the answers on the lines: the same for every rival.
+    basis, _ = torch.linalg.qr(rows)
+    return torch.einsum("bqf,bsf,rbs->rbq", basis, basis, answers)
+
+
+def _derivatives(
+    predict: Callable[[Prompts], Tensor], prompts: Prompts, generator: torch.Generator
+) -> Tensor:
+    """Central differences along random directions of all samples, [R, b, directions]."""
+    width = 1e-3
+    columns = []
+    for _ in range(_DIRECTIONS):
+        moves = [
+            width * value.std() * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+            for value in (prompts.x, prompts.y, prompts.query)
+        ]
+        there, back = (
+            predict(
+                prompts_from_arrays(
+                    prompts.x + sign * moves[0],
+                    prompts.y + sign * moves[1],
+                    prompts.query + sign * moves[2],
+                )
+            )
+            for sign in (1, -1)
+        )
+        columns.append((there - back) / (2 * width))
+    return torch.stack(columns, dim=-1)
+
+
+def _over_variance(error: Tensor, values: Tensor, generator: torch.Generator) -> dict:
+    """Mean error [R, b] over the variance of `values` [b] or [b, ...], with intervals."""
+    flat = values.reshape(len(values), -1)
+    moments = torch.stack([flat.mean(1), flat.square().mean(1)], dim=1)
+
+    def ratio(counts: Tensor) -> Tensor:
+        n = counts.sum(1, keepdim=True)
+        first, second = (counts @ moments / n).unbind(1)
+        return counts @ error.T / n / (second - first.square())[:, None]
+
+    return _with_interval(ratio, len(values), generator)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor, generator: torch.Generator) -> dict:
+    """Mean of [R, b] over mean of [R, b], with intervals."""
+    return _with_interval(
+        lambda counts: (counts @ numerator.T) / (counts @ denominator.T),
+        numerator.shape[1],
+        generator,
+    )
+
+
+def _mean(values: Tensor, generator: torch.Generator) -> dict:
+    """Mean over the last axis of [R, b], with intervals."""
+    return _with_interval(
+        lambda counts: counts @ values.T / counts.sum(1, keepdim=True),
+        values.shape[1],
+        generator,
+    )
+
+
+def _with_interval(
+    statistic: Callable[[Tensor], Tensor], n_prompts: int, generator: torch.Generator
+) -> dict:
+    """Columns value, ci_low, ci_high, n_prompts of a statistic of resample counts [S, b]."""
+    value = statistic(torch.ones(1, n_prompts, dtype=torch.float64))[0]
+    low, high = percentiles(statistic(resample_counts(n_prompts, generator)))
+    return {
+        "value": value.numpy(),
+        "ci_low": low.numpy(),
+        "ci_high": high.numpy(),
+        "n_prompts": n_prompts,
+    }

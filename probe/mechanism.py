@@ -1,0 +1,84 @@
+"""Evidence from inside a model that the closed form is computed by its layer norms.
+
+For one covariate this is `probe.division_test`. For several the closed form divides by several
+pivots; `probe.pivot_test` exchanges each between prompts, and the pivot that explains a
+layer best counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import torch
+
+from models.config import PromptConfig
+from models.transformer import LinearAttentionTransformer
+from probe.division import division_test
+from probe.linear import fit_probes
+from probe.pivots import pivot_test
+
+DIVISION, SLOPE = "division R²", "division slope"
+_COLUMNS = ["measure", "condition", "value", "ci_low", "ci_high", "n_prompts"]
+_PAIRS = 2000
+_PROBE_PROMPTS = 4000
+
+
+def division_evidence(
+    model: Any, prompt_config: PromptConfig, generator: torch.Generator
+) -> tuple[pd.DataFrame, str]:
+    """Is the division by layer norm in force, layer by layer?
+
+    Args:
+        model: any model.
+        prompt_config: distribution of the prompts.
+        generator: source of prompts and resamples.
+
+    Returns:
+        DataFrame with columns measure (`DIVISION` or `SLOPE`), condition (the layer), value,
+        ci_low, ci_high, n_prompts; and, when the table is empty, why the test does not apply.
+    """
+    if not isinstance(model, LinearAttentionTransformer):
+        kind = type(model).__name__
+        return pd.DataFrame(columns=_COLUMNS), f"not applicable: a {kind} has no known sites"
+    if model.cfg.normalization == "none":
+        reason = "not applicable: the model has no layer norm, so nothing in it divides"
+        return pd.DataFrame(columns=_COLUMNS), reason
+    if prompt_config.n_covariates == 1:
+        table = division_test(model, prompt_config, n_prompts=_PAIRS, generator=generator)
+    else:
+        table = pivot_test(model, prompt_config, n_prompts=_PAIRS, generator=generator)
+        table = table.drop(columns=["ci_low", "ci_high", "r2", "slope"])
+        swaps = ("swap_r2", "swap_r2_low", "swap_r2_high", "swap_slope")
+        names = dict(zip(swaps, ("r2", "ci_low", "ci_high", "slope"), strict=True))
+        table = table.rename(columns=names)
+        table = table.loc[table.groupby("layer").r2.idxmax()]
+    rows = []
+    for row in table.itertuples():
+        layer = {"condition": f"layer {row.layer}", "n_prompts": _PAIRS}
+        interval = {"ci_low": row.ci_low, "ci_high": row.ci_high}
+        rows.append({"measure": DIVISION, "value": row.r2, **interval, **layer})
+        rows.append({"measure": SLOPE, "value": row.slope, **layer})
+    return pd.DataFrame(rows).reindex(columns=_COLUMNS), ""
+
+
+def probe_evidence(
+    model: LinearAttentionTransformer, prompt_config: PromptConfig, generator: torch.Generator
+) -> pd.DataFrame:
+    """R² of a linear probe for V in the divisor of each layer norm, at the query.
+
+    Returns:
+        DataFrame with columns measure, condition (the site), value, ci_low, ci_high, n_prompts.
+    """
+    table = fit_probes(
+        model,
+        prompt_config,
+        [name for name in model.hook_dict if name.endswith("hook_scale")],
+        n_train=_PROBE_PROMPTS,
+        n_test=_PROBE_PROMPTS,
+        n_untrained=1,
+        generator=generator,
+    )
+    table = table[table.statistic.str.startswith("x_var")]
+    table = table.assign(measure="probe R² of " + table.statistic, n_prompts=_PROBE_PROMPTS)
+    return table.rename(columns={"site": "condition", "r2": "value"})[_COLUMNS]

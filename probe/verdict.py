@@ -1,0 +1,269 @@
+"""Which algorithm is it?
+
+`identify` gathers findings (`probe.findings`) and decides (`decide`):
+
+1. The *score* of an algorithm is the mean over conditions of log10 of its distance to the
+   model. Least squares is the limit of Newton and gradient descent (k → ∞) and of ridge (λ → 0),
+   which can therefore always come close to it: one of them is named only where it beats least
+   squares by `lead` decades.
+2. The named algorithm must describe the model: distance in distribution and score at or below
+   their thresholds. Where no algorithm does, the answer is "other".
+3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
+   Newton and ridge do not count against least squares: step 1 has settled them.
+4. Least squares is "by normalization" if the division test is in force at some layer, and of
+   "other mechanism" if it is not or does not apply.
+
+Thresholds: `probe.thresholds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from models.config import PromptConfig
+from probe.findings import Findings, gather
+from probe.thresholds import THRESHOLDS
+
+NORMALIZATION = "closed form by normalization"
+OTHER_MECHANISM = "closed form, other mechanism"
+DESCENT, NEWTON, RIDGE = "gradient descent", "Newton", "ridge"
+OTHER, UNDECIDED = "other", "undecided"
+KINDS = (NORMALIZATION, OTHER_MECHANISM, DESCENT, NEWTON, RIDGE, OTHER, UNDECIDED)
+
+LEAST_SQUARES = "least squares"
+_ALGORITHMS = (LEAST_SQUARES, NEWTON, RIDGE, DESCENT)
+_TRIVIAL = ("context mean", "zero")
+_FEWEST_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which kind of verdict, and why.
+
+    Attributes:
+        kind: one of `KINDS`.
+        named: the row of `Findings.best` that comes nearest.
+        reasons: what speaks for the kind, in sentences.
+        objections: what speaks against it or limits it.
+    """
+
+    kind: str
+    named: pd.Series
+    reasons: tuple[str, ...]
+    objections: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, and what speaks for and against it.
+
+    Attributes:
+        decision: the kind, with reasons and objections.
+        findings: the numbers the decision rests on.
+    """
+
+    decision: Decision
+    findings: Findings
+
+    @property
+    def kind(self) -> str:
+        """The answer without k or λ, one of `KINDS`."""
+        return self.decision.kind
+
+    @property
+    def k(self) -> int | None:
+        """Number of steps of gradient descent or Newton."""
+        return int(self.decision.named.k) if self.kind in (DESCENT, NEWTON) else None
+
+    @property
+    def penalty(self) -> float | None:
+        """λ of ridge, added to the mean of squares."""
+        return self.decision.named.parameters["lambda"] if self.kind == RIDGE else None
+
+    @property
+    def label(self) -> str:
+        """The answer, such as "gradient descent (3)"."""
+        if self.k is not None:
+            return f"{self.kind} ({self.k})"
+        return f"{self.kind} ({self.penalty:.3g})" if self.penalty is not None else self.kind
+
+    @property
+    def evidence(self) -> pd.DataFrame:
+        """All measurements: measure, condition, family, k, query_row, value, ci_low, ci_high,
+        n_prompts.
+        """
+        return self.findings.evidence
+
+    @property
+    def words(self) -> str:
+        """The verdict as a paragraph."""
+        text = " ".join([f"Verdict: {self.label}.", *self.decision.reasons])
+        against = " ".join(self.decision.objections)
+        return f"{text} Against it: {against}" if against else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: everything but the long table."""
+        return {
+            "label": self.label,
+            "kind": self.kind,
+            "k": self.k,
+            "lambda": self.penalty,
+            "reasons": list(self.decision.reasons),
+            "objections": list(self.decision.objections),
+            "algorithms": self.findings.best.to_dict(orient="records"),
+            "division_r2": self.findings.division_r2,
+            "division_slope": self.findings.division_slope,
+            "thresholds": dict(THRESHOLDS),
+        }
+
+
+def identify(
+    model: Callable[[Tensor], Tensor],
+    prompt_config: PromptConfig,
+    *,
+    n_prompts: int = 512,
+    only_conditions: Collection[str] | None = None,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """Name the algorithm a model runs on a distribution of prompts.
+
+    Args:
+        model: a `LinearAttentionTransformer`, another `torch.nn.Module`, or a callable from
+            inputs [batch, N+1, 2+p] to predictions [batch]. Without sites that the toolkit
+            knows the verdict rests on behaviour alone.
+        prompt_config: distribution to judge it on, usually the model's training distribution.
+        n_prompts: prompts per condition; half as many fit the rivals.
+        only_conditions: names of conditions (`probe.behaviour.conditions`) to compare on besides
+            "in distribution"; all by default, none if empty.
+        generator: source of all randomness; seeded with 0 by default.
+
+    Raises:
+        TypeError: if the model cannot be called.
+        ValueError: on another device, predictions that are NaN, constant, of the wrong shape or
+            different on a second call, an unknown condition, or too few prompts.
+    """
+    if n_prompts < _FEWEST_PROMPTS:
+        raise ValueError(
+            f"n_prompts={n_prompts} is too few to fit the rivals; use at least {_FEWEST_PROMPTS}"
+        )
+    generator = generator or torch.Generator().manual_seed(0)
+    findings = gather(model, prompt_config, n_prompts, generator, only_conditions)
+    return Verdict(decide(findings, THRESHOLDS), findings)
+
+
+def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
+    """Apply the rules above to findings."""
+    best = findings.best.set_index("algorithm", drop=False)
+    scores = best.score[list(_ALGORITHMS)]
+    top = scores.idxmin()
+    lead = scores[LEAST_SQUARES] - scores[top]
+    named = best.loc[top if lead >= thresholds["lead"] else LEAST_SQUARES]
+    trivial = best.loc[best.score[list(_TRIVIAL)].idxmin()]
+    described = _description(named, thresholds)
+    if described == "no":
+        return Decision(OTHER, named, (_describes(named, nearest=True), "None describes it."), ())
+    if trivial.score <= named.score:
+        return Decision(OTHER, trivial, (f"It predicts the {trivial.algorithm}.",), ())
+    worst = f"At worst, {named.worst_condition}, it leaves {named.worst:.1e}."
+    reasons = (_describes(named), worst)
+    if described == "unsure":
+        why = "That is neither close enough to name it nor far enough to rule it out."
+        return Decision(UNDECIDED, named, (*reasons, why), ())
+
+    rivals = [a for a in _ALGORITHMS if a != named.algorithm]
+    counted = [DESCENT] if named.algorithm == LEAST_SQUARES else rivals
+    runner_up = best.loc[scores[counted].idxmin()]
+    gap = runner_up.score - named.score
+    pair = frozenset((named.algorithm, runner_up.algorithm))
+    if gap < thresholds["margin"]:
+        why = _sentence(
+            f"{_name(runner_up)} comes as close (within {gap:.2f} decades; the two rivals differ "
+            f"by {findings.apart[pair]:.1e}): they cannot be told apart on these prompts"
+        )
+        return Decision(UNDECIDED, named, (*reasons, why), ())
+    ahead = f"The next, {_name(runner_up)}, is {gap:.1f} decades further away."
+    objections = _limits(named, best, findings, thresholds)
+    if named.algorithm != LEAST_SQUARES:
+        return Decision(named.algorithm, named, (*reasons, ahead), objections)
+    kind, mechanism = _mechanism(findings, thresholds)
+    return Decision(kind, named, (*reasons, ahead, mechanism), objections)
+
+
+def _description(named: pd.Series, thresholds: Mapping[str, Any]) -> str:
+    """Whether a rival describes the model: "yes", "no" or "unsure"."""
+    values = {"distance": named.distance, "score": named.score}
+    if any(value >= thresholds[key][1] for key, value in values.items()):
+        return "no"
+    accepted = all(value <= thresholds[key][0] for key, value in values.items())
+    return "yes" if accepted else "unsure"
+
+
+def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, str]:
+    """Kind of a closed form, and why."""
+    r2, slope = findings.division_r2, findings.division_slope
+    if r2 is None:
+        return OTHER_MECHANISM, f"The division test is {findings.not_applicable}."
+    absent, in_force = thresholds["division_r2"]
+    found = (
+        f"Exchanging the layer-norm scale at {findings.division_layer} moves predictions as a "
+        f"division by the variance would with R² {r2:.2f}, slope {slope:.2f}"
+    )
+    if r2 <= absent:
+        return OTHER_MECHANISM, f"{found}: layer norm does not divide by it."
+    if r2 >= in_force and slope >= thresholds["division_slope"]:
+        return NORMALIZATION, f"{found}: layer norm does the division."
+    return UNDECIDED, f"{found}: too little to say that layer norm divides, too much to deny it."
+
+
+def _limits(
+    named: pd.Series, best: pd.DataFrame, findings: Findings, thresholds: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """What a clear decision leaves open."""
+    found = []
+    for algorithm in _ALGORITHMS:
+        if algorithm == named.algorithm:
+            continue
+        pair = frozenset((named.algorithm, algorithm))
+        rival = best.loc[algorithm]
+        if findings.apart[pair] <= thresholds["coincide"]:
+            found.append(
+                _sentence(
+                    f"{_name(rival)} has converged to it: the two cannot be told apart on any of "
+                    f"these prompts"
+                )
+            )
+        elif findings.apart_here[pair] <= thresholds["coincide"]:
+            found.append(
+                _sentence(
+                    f"{_name(rival)} cannot be told apart from it in distribution (they differ "
+                    f"by {findings.apart_here[pair]:.1e}), only under the shifts"
+                )
+            )
+    return tuple(found)
+
+
+def _describes(named: pd.Series, nearest: bool = False) -> str:
+    return _sentence(
+        f"{_name(named)} {'comes nearest and ' * nearest}leaves {named.distance:.1e} of the "
+        f"variance of predictions unexplained in distribution (score {named.score:.2f})"
+    )
+
+
+def _name(rival: pd.Series) -> str:
+    """A rival in words."""
+    name = rival.family
+    if rival.algorithm in (DESCENT, NEWTON):
+        name += f" with {rival.k} step{'s' if rival.k > 1 else ''}"
+    if rival.algorithm == RIDGE:
+        name += f" with λ = {rival.parameters['lambda']:.2g}"
+    return f"{name} (query row counted as a sample)" if rival.query_row else name
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
