@@ -2,8 +2,9 @@ r"""Do two models compute the same thing on the same prompts?
 
 Both run on the same prompts. One linear map M takes the learned stream to the reference's,
 the same at every site; constants are free at each site. It contains the residual symmetry
-group of `probe.symmetries` and the scales that a construction leaves open. Compared, on held-out
-prompts:
+group of `probe.symmetries` and the scales that a construction leaves open. What the last layer
+adds has a map of its own under a query readout, where its output may be rotated freely.
+Compared, on held-out prompts:
 
 - what each block adds to the stream (the layer-norm output), Y_ref ≈ Y M;
 - the stream after each block;
@@ -88,37 +89,40 @@ def shared_prompts(config: PromptConfig, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def functional_match(
-    learned: tuple[Run, Run], reference: tuple[Run, Run]
+    learned: tuple[Run, Run], reference: tuple[Run, Run], free_last: bool
 ) -> tuple[pd.DataFrame, Tensor]:
     """R² of the reference's activations from the learned model's.
 
     Args:
         learned: runs on the prompts to fit on and to score on.
         reference: the same of the reference.
+        free_last: whether the last layer is read along one direction only (query readout).
 
     Returns:
         DataFrame with columns kind, layer, head (-1 where there is none), r2; and M [D, D].
     """
     (fit, test), (goal, truth) = learned, reference
-    sites = [(fit.embed, goal.embed), *zip(fit.added, goal.added, strict=True)]
-    xs, ys = [], []
-    for x, y in sites:
-        x, y = x - x.mean(0), y - y.mean(0)
-        size = y.norm()
-        if size > 1e-9 * goal.embed.norm():  # a site that is constant says nothing about M
-            xs.append(x / size)
-            ys.append(y / size)
-    matrix = _least_squares(torch.cat(xs), torch.cat(ys))
+    n_layers = len(goal.added)
+    shared = n_layers - free_last
+    pairs = [(fit.embed, goal.embed)]
+    pairs += [(fit.added[layer], goal.added[layer]) for layer in range(shared)]
+    matrix = _fit_map(pairs, goal.embed.norm())
+    maps = [matrix] * n_layers
+    if free_last:
+        maps[-1] = _fit_map([(fit.added[-1], goal.added[-1])], goal.embed.norm())
     rows = []
-    for layer in range(len(goal.added)):
+    stream = test.embed @ matrix
+    for layer, own in enumerate(maps):
+        added = test.added[layer] @ own
+        stream = stream + added
         for kind, a, b in (
-            ("added", test.added[layer], truth.added[layer]),
-            ("stream", test.stream[layer], truth.stream[layer]),
+            ("added", added, truth.added[layer]),
+            ("stream", stream, truth.stream[layer]),
         ):
-            rows.append({"kind": kind, "layer": layer, "head": -1, "r2": _r2(a @ matrix, b)})
+            rows.append({"kind": kind, "layer": layer, "head": -1, "r2": _r2(a, b)})
         for head in range(goal.heads.shape[1]):
             r2 = _head_r2(
-                *(one.heads[layer].flatten(0, 1) @ matrix for one in (fit, test)),
+                *(one.heads[layer].flatten(0, 1) @ own for one in (fit, test)),
                 *(one.heads[layer, head, head] for one in (goal, truth)),
             )
             rows.append({"kind": "head", "layer": layer, "head": head, "r2": r2})
@@ -128,6 +132,20 @@ def functional_match(
 def functional_score(table: pd.DataFrame) -> float:
     """Mean R² over sites, negative ones as 0."""
     return float(table["r2"].clip(lower=0).mean())
+
+
+def _fit_map(pairs: list[tuple[Tensor, Tensor]], size: Tensor) -> Tensor:
+    """One map for several sites of tokens [t, D], each counting alike; constants are free."""
+    xs, ys = [], []
+    for x, y in pairs:
+        x, y = x - x.mean(0), y - y.mean(0)
+        norm = y.norm()
+        if norm > 1e-9 * size:  # a site that is constant says nothing
+            xs.append(x / norm)
+            ys.append(y / norm)
+    if not xs:
+        return torch.zeros(pairs[0][0].shape[1], pairs[0][1].shape[1], dtype=torch.float64)
+    return _least_squares(torch.cat(xs), torch.cat(ys))
 
 
 def _head_r2(fit: Tensor, test: Tensor, goal: Tensor, truth: Tensor) -> float:

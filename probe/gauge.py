@@ -77,11 +77,14 @@ class GaugeMatch:
     Attributes:
         distance: [b].
         matrix: M of the stream, Q_reference = Q_learned M, [b, D, D].
+        last: map of the last layer's output, [b, D, D]: that of the stream, or its own
+            where the last layer may be rotated freely.
         parts: d² by part: embed, layers 0 .. L-1, readout, [b, L + 2].
     """
 
     distance: Tensor
     matrix: Tensor
+    last: Tensor
     parts: Tensor
 
 
@@ -121,6 +124,11 @@ def invariants(weights: Weights, config: ModelConfig, last_only: bool) -> Invari
     )
 
 
+def canonical_tokens(tokens: Tensor) -> Tensor:
+    """W [r, D] on the complement of 1, after the re-encoding that `invariants` applies, [r, D]."""
+    return tokens @ _encode(tokens) @ centring(tokens.shape[1])
+
+
 def gauge_match(
     learned: list[Invariants], references: list[Invariants], free_last: bool
 ) -> GaugeMatch:
@@ -136,13 +144,13 @@ def gauge_match(
     parts = problem.parts(rotation, flip)
     d = rotation.shape[-1] + 1
     frame = _frame(d)
-    inner = torch.zeros(len(learned), d, d, dtype=torch.float64)
-    inner[:, 0, 0] = flip
-    inner[:, 1:, 1:] = rotation
+    inner = _with_corner(rotation, flip)
     encode = torch.stack([one.encode for one in learned])
     target = torch.stack([one.encode for one in references])
     matrix = encode @ (frame.T @ inner @ frame) @ torch.linalg.inv(target)
-    return GaugeMatch(parts.mean(-1).sqrt(), matrix, parts)
+    last = problem.last_map(rotation, flip)
+    last = frame[1:].T @ last @ frame[1:] + 1 / d
+    return GaugeMatch(parts.mean(-1).sqrt(), matrix, last, parts)
 
 
 def start_distances(learned: list[Invariants], reference: Invariants, free_last: bool) -> Tensor:
@@ -219,11 +227,7 @@ class _Problem:
         if squeeze:
             rotation, flip = rotation[:, None], flip[:, None]
         a, b = self.learned, self.reference
-        whole = torch.nn.functional.pad(rotation, (1, 0, 1, 0))
-        corner = torch.zeros_like(whole)
-        corner[..., 0, 0] = flip
-        whole = whole + corner
-
+        whole = _with_corner(rotation, flip)
         tokens = a["tokens"][:, None] @ rotation
         along = a["along"][:, None] * flip[..., None]
         embed = torch.cat([tokens.flatten(2), along], -1)
@@ -232,18 +236,9 @@ class _Problem:
 
         n_later = a["later"].shape[1]
         for layer in range(n_later + 1):
-            last = layer == n_later
-            if layer == 0:
-                moved, goal = a["first"][:, None], b["first"]
-                moved = moved.expand(-1, rotation.shape[1], *(-1,) * 4)
-            else:
-                moved = torch.einsum(
-                    "bijkl,bsim,bsjn,bsko->bsmnol", a["later"][:, layer - 1], whole, whole, whole
-                )
-                goal = b["later"][:, layer - 1]
-            moved, goal = moved.flatten(2, 4), goal.flatten(1, 3)
-            if last and self.free_last:
-                moved, goal = self._read_last(moved, goal)
+            moved, goal = self._layer(layer, whole)
+            if layer == n_later and self.free_last:
+                moved = moved @ self._free_map(moved, goal)
             else:
                 moved = moved @ rotation
             losses.append(_relative(moved.flatten(2), goal.flatten(1)[:, None]))
@@ -256,15 +251,40 @@ class _Problem:
         result = torch.stack(losses, -1)
         return result[:, 0] if squeeze else result
 
-    def _read_last(self, moved: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of the last layer along the readout, and the rest rotated to fit."""
-        a_frame = _readout_frame(self.learned["readout"][:, -1])
-        b_frame = _readout_frame(self.reference["readout"][:, -1])
-        moved = moved @ a_frame[:, None]
-        goal = (goal @ b_frame)[:, None]
-        rest, wanted = moved[..., 1:], goal[..., 1:]
-        turn = _polar(rest.detach().mT @ wanted)
-        return torch.cat([moved[..., :1], rest @ turn], -1), goal[:, 0]
+    def last_map(self, rotation: Tensor, flip: Tensor) -> Tensor:
+        """Map of the last layer's output on the complement of 1, [b, D-1, D-1]."""
+        if not self.free_last:
+            return rotation
+        whole = _with_corner(rotation[:, None], flip[:, None])
+        return self._free_map(*self._layer(self.learned["later"].shape[1], whole))[:, 0]
+
+    def _layer(self, layer: int, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """T of a layer with turned inputs [b, s, n, D-1], and the reference's [b, n, D-1]."""
+        a, b = self.learned, self.reference
+        if layer == 0:
+            moved = a["first"][:, None].expand(-1, whole.shape[1], *(-1,) * 4)
+            return moved.flatten(2, 4), b["first"].flatten(1, 3)
+        moved = torch.einsum(
+            "bijkl,bsim,bsjn,bsko->bsmnol", a["later"][:, layer - 1], whole, whole, whole
+        )
+        return moved.flatten(2, 4), b["later"][:, layer - 1].flatten(1, 3)
+
+    def _free_map(self, moved: Tensor, goal: Tensor) -> Tensor:
+        """Readout direction to readout direction, the rest rotated to fit, [b, s, D-1, D-1]."""
+        ours = _readout_frame(self.learned["readout"][:, -1])[:, None]
+        theirs = _readout_frame(self.reference["readout"][:, -1])[:, None]
+        rest = (moved @ ours)[..., 1:]
+        turn = _polar(rest.detach().mT @ (goal[:, None] @ theirs)[..., 1:])
+        ahead = ours[..., :1] @ theirs[..., :1].mT
+        return ahead + ours[..., 1:] @ turn @ theirs[..., 1:].mT
+
+
+def _with_corner(rotation: Tensor, flip: Tensor) -> Tensor:
+    """Rotation of the complement of 1 with the sign of the component along 1, [..., D, D]."""
+    whole = torch.nn.functional.pad(rotation, (1, 0, 1, 0))
+    corner = torch.zeros_like(whole)
+    corner[..., 0, 0] = flip
+    return whole + corner
 
 
 def _encode(tokens: Tensor) -> Tensor:

@@ -20,13 +20,25 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from models.config import PromptConfig
+from models.config import ModelConfig, PromptConfig
 from models.constructed import coordinate_names
 from models.transformer import LinearAttentionTransformer
 from probe import functional, gauge, null
 from probe import signed_permutation as permuted
 from probe.nearest import ConstructionFamily
-from probe.weights import Weights, change_basis, input_map, weights_of, with_weights
+from probe.transformations import HeadMixing
+from probe.weights import (
+    Weights,
+    centring,
+    change_basis,
+    fingerprint,
+    input_map,
+    weights_of,
+    with_weights,
+)
+
+# Heads are left as they are where matching them would need a nearly singular mixing.
+_WORST_MIXING = 1e4
 
 Level = Literal["signed_permutation", "gauge", "functional"]
 
@@ -48,6 +60,7 @@ class Alignment:
         matrix: M [D_learned, D_reference] with Q_reference ≈ Q_learned M.
         model: the learned model in the reference's coordinates; None where D differs
             or (functional) M is no change of basis of a model.
+        reference: what it was aligned to.
         null: scores of null models, columns kind, score.
         notes: what could not be compared or was not searched exhaustively.
     """
@@ -60,6 +73,7 @@ class Alignment:
     table: pd.DataFrame
     matrix: Tensor
     model: LinearAttentionTransformer | None
+    reference: LinearAttentionTransformer
     null: pd.DataFrame
     notes: tuple[str, ...]
 
@@ -214,7 +228,7 @@ class _Pair:
             last_only,
             tuple(notes),
             choose=lambda _: target,
-            reference_key=null.fingerprint(target),
+            reference_key=fingerprint(target),
         )
 
     def key(self, *settings: object) -> tuple:
@@ -223,7 +237,7 @@ class _Pair:
         return (self.reference_key, shape, self.last_only, *settings)
 
 
-def _require_comparable(a, b, level: Level) -> None:
+def _require_comparable(a: ModelConfig, b: ModelConfig, level: Level) -> None:
     if level == "functional":
         if "flatten" in (a.readout, b.readout) and a.n_context != b.n_context:
             flat = [c.n_context for c in (a, b) if c.readout == "flatten"]
@@ -293,6 +307,7 @@ def _align_permuted(pair: _Pair, seed: int) -> Alignment:
         table=_part_table(pair, width, best),
         matrix=full[: a.d_model, : b.d_model],
         model=aligned,
+        reference=pair.reference,
         null=scores,
         notes=tuple(notes),
     )
@@ -310,7 +325,7 @@ def _certificate(best: permuted.Match, width: int) -> str:
     )
 
 
-def _reorder(weights: Weights, config, matrix: Tensor, heads: np.ndarray) -> Weights:
+def _reorder(weights: Weights, config: ModelConfig, matrix: Tensor, heads: np.ndarray) -> Weights:
     """Weights in the reference's order of coordinates and heads (surplus heads last)."""
     changed = change_basis(weights, config, matrix)
     for layer, assigned in enumerate(heads):
@@ -398,19 +413,38 @@ def _align_gauge(pair: _Pair, seed: int) -> Alignment:
     )
     parts = ["embed", *(f"layer {layer}" for layer in range(a.n_layers)), "readout"]
     matrix = best.matrix[0]
-    write = gauge.output_map(matrix)
+    moved = change_basis(pair.learned, a, matrix, gauge.output_map(matrix))
+    last = f"blocks.{a.n_layers - 1}.attn.W_V"
+    moved[last] = torch.linalg.inv(matrix) @ pair.learned[last] @ best.last[0]
     return Alignment(
         level="gauge",
         score=1 - distance**2,
         distance=distance,
         p_value=null.p_value(1 - distance**2, scores),
-        mapping=_nearest_mapping(matrix, pair.names),
+        # Re-encodings of the component along 1 say nothing about coordinates.
+        mapping=_nearest_mapping(centring(a.d_model) @ matrix, pair.names),
         table=pd.DataFrame({"part": parts, "distance": best.parts[0].sqrt().numpy()}),
         matrix=matrix,
-        model=with_weights(pair.model, change_basis(pair.learned, a, matrix, write)),
+        model=with_weights(pair.model, _mix_heads(moved, pair.target, a)),
+        reference=pair.reference,
         null=scores,
         notes=pair.notes,
     )
+
+
+def _mix_heads(weights: Weights, target: Weights, config: ModelConfig) -> Weights:
+    """Mix the heads of every layer so that A_h comes nearest to the reference's."""
+    for layer in range(config.n_layers):
+        attn = f"blocks.{layer}.attn."
+        ours, theirs = (
+            (one[attn + "W_Q"] @ one[attn + "W_K"].mT).flatten(1) for one in (weights, target)
+        )
+        if len(ours) != len(theirs):
+            continue
+        mixing = theirs @ torch.linalg.pinv(ours)
+        if torch.linalg.cond(mixing) < _WORST_MIXING:
+            weights = HeadMixing(layer, mixing).transform(weights, config)
+    return weights
 
 
 def _align_functional(pair: _Pair, seed: int, prompt_config: PromptConfig | None) -> Alignment:
@@ -431,7 +465,7 @@ def _align_functional(pair: _Pair, seed: int, prompt_config: PromptConfig | None
         for shell, values in zip(shells, (weights, target), strict=True):
             shell.load_state_dict(values)
             runs.append(tuple(functional.run(shell, batch) for batch in inputs))
-        return functional.functional_match(*runs)
+        return functional.functional_match(*runs, free_last=pair.last_only)
 
     def scorer(models: Sequence[Weights]) -> np.ndarray:
         tables = [match(one, pair.choose(one))[0] for one in models]
@@ -450,6 +484,7 @@ def _align_functional(pair: _Pair, seed: int, prompt_config: PromptConfig | None
         table=table,
         matrix=matrix,
         model=None,
+        reference=pair.reference,
         null=scores,
         notes=pair.notes,
     )

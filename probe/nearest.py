@@ -10,22 +10,37 @@ r"""The construction is a family; which member is nearest to a learned model?
   r_k / (α u_k + (1 - α) v_k) to the value r_k = 1 + k√(D/2) that the weights expect.
   α = 1/2 reads the half difference (exact as R grows), 1 const, 0 spare.
 
-Units and kappa are taken from the learned embedding: the member's rows of W, projected on the
-complement of 1, get the learned rows' norms (which no symmetry changes). Signs, sigma and α are
-tried, and the member with the smallest gauge distance before refinement is taken.
+Units and kappa are taken from the learned embedding. They give the member's rows of W, without
+their part along 1, the norms of the learned rows: either as they are, which suits a model
+trained with a penalty on its weights, or after the re-encodings of that part are removed
+(`gauge.canonical_tokens`), which no symmetry changes. Both are tried.
+Signs, sigma and α are tried, and the member with the smallest gauge distance before
+refinement is taken.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.optimize import least_squares
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.constructed import closed_form, coordinate_names
 from models.transformer import LinearAttentionTransformer
-from probe.gauge import invariants, start_distances
-from probe.weights import Weights, centring, input_map, weights_of, with_weights
+from probe.gauge import canonical_tokens, invariants, start_distances
+from probe.weights import (
+    Weights,
+    centring,
+    fingerprint,
+    input_map,
+    weights_of,
+    with_weights,
+)
 
 _READINGS = (0.5, 1.0, 0.0)
 
@@ -67,6 +82,7 @@ class ConstructionFamily:
     """
 
     base: LinearAttentionTransformer
+    _found: dict[str, Member] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def for_model(cls, config: ModelConfig) -> ConstructionFamily:
@@ -119,25 +135,50 @@ class ConstructionFamily:
     def members_like(self, learned: Weights) -> list[Member]:
         """Members with the units of a learned model, all signs and readings."""
         d = self.base.cfg.d_model
-        # The constant has to be read, the signals only scaled: their floors differ.
-        rows = (input_map(learned) @ centring(d)).norm(dim=1).clamp(min=1e-6)
-        constant = max(float(rows[0]), 0.1)
+        tokens = input_map(learned)
+        plain = (tokens @ centring(d)).norm(dim=1).clamp(min=1e-3)
+        reduced = canonical_tokens(tokens).norm(dim=1).clamp(min=1e-3)
         single = math.sqrt(1 - 1 / d)
-        sizes = [single / float(norm) for norm in rows[1:]]
         found = []
-        # All signs at once are one symmetry, so the first may stay positive.
-        for signs in itertools.product((1.0, -1.0), repeat=len(sizes) - 1):
-            units = tuple(s * size for s, size in zip((1.0, *signs), sizes, strict=True))
-            for flip in (1.0, -1.0):
-                for used, reading in itertools.product((True, False), _READINGS):
-                    if not used and reading == 0.0:
-                        continue  # nothing to read in layer 0
-                    const = flip * constant / (math.sqrt(2) if used else single)
-                    found.append((units, const, const if used else 0.0, reading))
+        for used in (True, False):
+            as_they_are = [single / float(norm) for norm in plain[1:]]
+            as_they_are.append(float(plain[0]) / (math.sqrt(2) if used else single))
+            for *sizes, constant in (as_they_are, self._fit_units(reduced, used)):
+                # All signs at once are one symmetry, so the first may stay positive.
+                signs = itertools.product((1.0, -1.0), repeat=self.base.cfg.n_covariates)
+                for sign, reading, flip in itertools.product(signs, _READINGS, (1.0, -1.0)):
+                    units = tuple(s * size for s, size in zip((1.0, *sign), sizes, strict=True))
+                    found.append((units, flip * constant, flip * constant * used, reading))
         return [self.member(*choice) for choice in found if self._readable(*choice[1:])]
 
+    def _fit_units(self, wanted: Tensor, used: bool) -> list[float]:
+        """R_1 .. R_p, R_y and kappa whose rows have the wanted norms (constant's row first)."""
+        p, d = self.base.cfg.n_covariates, self.base.cfg.d_model
+
+        def rows(logs: np.ndarray) -> Tensor:
+            tokens = torch.zeros(p + 2, d, dtype=torch.float64)
+            tokens[0, p + 1], tokens[0, p + 2] = math.exp(logs[-1]), -math.exp(logs[-1]) * used
+            for j in range(p + 1):
+                tokens[1 + j, j] = math.exp(-logs[j])
+            return canonical_tokens(tokens).norm(dim=1)
+
+        start = np.log([*(1 / wanted[1:]).tolist(), float(wanted[0])])
+        found = least_squares(
+            lambda logs: (rows(logs) / wanted - 1).numpy(), start, bounds=(-10, 10), max_nfev=30
+        )
+        return np.exp(found.x).tolist()
+
     def nearest(self, learned: Weights, config: ModelConfig) -> Member:
-        """The member nearest to learned weights of a branch model without affine map."""
+        """The member nearest to learned weights of a branch model without affine map.
+
+        Null models come back at every level: each is looked up once.
+        """
+        key = fingerprint(learned)
+        if key not in self._found:
+            self._found[key] = self._nearest(learned, config)
+        return self._found[key]
+
+    def _nearest(self, learned: Weights, config: ModelConfig) -> Member:
         members = self.members_like(learned)
         reduced = [invariants(one.weights, self.base.cfg, True) for one in members]
         target = invariants(learned, config, True)

@@ -9,7 +9,6 @@ scoring at least as much; the larger one counts.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -124,12 +123,3 @@ def p_value(score: float, null: pd.DataFrame) -> float:
         float((1 + (kind["score"] >= score).sum()) / (1 + len(kind)))
         for _, kind in null.groupby("kind")
     )
-
-
-def fingerprint(weights: Weights) -> str:
-    """Hash of a model's weights."""
-    digest = hashlib.sha256()
-    for name, value in sorted(weights.items()):
-        digest.update(name.encode())
-        digest.update(value.numpy().tobytes())
-    return digest.hexdigest()

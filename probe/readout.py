@@ -98,7 +98,9 @@ def read_out(
 
 
 def describe(coordinate: int, coefficients: dict[str, float], sizes: dict[str, float]) -> str:
-    """A coordinate in words: "coordinate 3 = −0.31·x + 0.31·x̄".
+    """A coordinate in words: "coordinate 3 = −0.31·(x−x̄)".
+
+    A variable and its mean with opposite coefficients (to a tenth) are written as one term.
 
     Args:
         coordinate: its index.
@@ -108,15 +110,26 @@ def describe(coordinate: int, coefficients: dict[str, float], sizes: dict[str, f
     """
     contributions = {name: abs(value) * sizes[name] for name, value in coefficients.items()}
     largest = max(contributions.values())
-    terms = []
-    for name, value in coefficients.items():
-        if contributions[name] < _WORTH_SAYING * largest:
-            continue
-        sign = "−" if value < 0 else "+" if terms else ""
-        number = f"{abs(value):.2f}"
-        term = number if name == "1" else f"{number}·{name}"
-        terms.append(f"{sign} {term}" if terms else f"{sign}{term}")
-    return f"coordinate {coordinate} = {' '.join(terms) or '0'}"
+    said = {
+        name: value
+        for name, value in coefficients.items()
+        if contributions[name] > _WORTH_SAYING * largest
+    }
+    for name in tuple(said):
+        mean = f"ȳ{name[1:]}" if name.startswith("y") else f"x̄{name[1:]}"
+        if mean != name and mean in said and name in said:
+            value = said[name]
+            if abs(value + said[mean]) <= 0.1 * abs(value):
+                said = {
+                    f"({n}−{mean})" if n == name else n: v for n, v in said.items() if n != mean
+                }
+    terms = ""
+    for name, value in said.items():
+        sign = ("− " if value < 0 else "+ ") if terms else ("−" if value < 0 else "")
+        number = f"{abs(value):.2f}" if abs(value) >= 0.1 else f"{abs(value):.2g}"
+        terms += f" {sign}{number}" if terms else f"{sign}{number}"
+        terms += "" if name == "1" else f"·{name}"
+    return f"coordinate {coordinate} = {terms or '0'}"
 
 
 class _Fits:

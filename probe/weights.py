@@ -5,6 +5,8 @@ Shapes: h head, d d_model. Matrices act on row vectors from the right.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -67,3 +69,12 @@ def complement(rows: Tensor) -> Tensor:
     _, values, right = torch.linalg.svd(rows, full_matrices=True)
     rank = int((values > 1e-10 * values.max()).sum()) if len(values) else 0
     return right[rank:]
+
+
+def fingerprint(weights: Weights) -> str:
+    """Hash of a model's weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,171 @@
+"""Figures of alignments and read-outs, from what `align` and `read_out` return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from models.transformer import LinearAttentionTransformer
+from probe.figures import PALETTE, TWO_COLUMNS, heatmap, new_axes
+from probe.matching import Alignment
+from probe.sites import site_label
+from probe.weights import input_map, weights_of
+
+
+def weight_panels(models: dict[str, LinearAttentionTransformer], names: Sequence[str]) -> Figure:
+    """Weights of aligned models, one row per model, one colour scale, named axes.
+
+    Every matrix is divided by its largest entry, since its scale is free. A reads from
+    row and column coordinate, B sends row to column.
+
+    Args:
+        models: label -> model, all in the same coordinates.
+        names: the coordinates.
+    """
+    tables = {label: weight_tables(model, names) for label, model in models.items()}
+    titles = list(next(iter(tables.values())))
+    figure, axes = plt.subplots(
+        len(models),
+        len(titles),
+        figsize=(max(TWO_COLUMNS, 1.1 * len(titles)), 1.4 * len(models)),
+        squeeze=False,
+    )
+    for row, (label, panels) in zip(axes, tables.items(), strict=True):
+        for ax, title in zip(row, titles, strict=True):
+            last = ax is row[-1]
+            heatmap(
+                panels[title],
+                ax,
+                signed=True,
+                fmt=".1f",
+                colorbar=last,
+                colorbar_label="share of the largest entry",
+            )
+            ax.set_title(title)
+            ax.tick_params(labelsize=5)
+        row[0].set_ylabel(label)
+    return figure
+
+
+def weight_tables(
+    model: LinearAttentionTransformer, names: Sequence[str]
+) -> dict[str, pd.DataFrame]:
+    """W, every A_h and B_h, and the query's W_U as named tables, largest entry 1."""
+    weights, config = weights_of(model), model.cfg
+    p = config.n_covariates
+    inputs = ["1", *(f"x_{j + 1}" for j in range(p)), "y"]
+    tables = {"W_in": (input_map(weights), inputs)}
+    for layer in range(config.n_layers):
+        attn = f"blocks.{layer}.attn."
+        circuits = weights[attn + "W_Q"] @ weights[attn + "W_K"].mT
+        values = weights[attn + "W_V"]
+        # What layer norm subtracts is not shown.
+        values = values - values.mean(-1, keepdim=True) * (config.normalization != "none")
+        for head in range(config.n_heads):
+            tables[f"layer {layer} A{head}"] = (circuits[head], names)
+            tables[f"layer {layer} B{head}"] = (values[head], names)
+    tables["W_out"] = (weights["unembed.W_U"][-1:], ["query"])
+    return {
+        title: pd.DataFrame(
+            (value / value.abs().max().clamp(min=1e-300)).numpy(), index=rows, columns=names
+        )
+        for title, (value, rows) in tables.items()
+    }
+
+
+def read_out_panel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Read-out as a heatmap: coefficients as text, colour by share of the row's largest."""
+    quantities = quantity_columns(table)
+    values = table[quantities].copy()
+    values.index = [
+        f"{site_label(site)}, {c}   R² {r2:.2f}"
+        for site, c, r2 in zip(table["site"], table["coordinate"], table["r2"], strict=True)
+    ]
+    ax = new_axes(TWO_COLUMNS, 0.22 * len(values) + 0.8, ax)
+    shares = values.div(values.abs().max(axis=1), axis=0)
+    texts = values.map(lambda value: "" if np.isnan(value) else f"{value:.2f}")
+    heatmap(shares, ax, signed=True, labels=texts, colorbar_label="coefficient / row's largest")
+    ax.xaxis.tick_top()
+    return ax
+
+
+def quantity_columns(table: pd.DataFrame) -> list[str]:
+    """Names of the quantities in a `read_out` table."""
+    columns = list(table.columns)
+    return [c for c in columns if f"{c}_low" in columns and f"{c}_high" in columns]
+
+
+def null_panel(alignments: Sequence[Alignment], ax: Axes | None = None) -> Axes:
+    """Scores of one model at each level, beside their null distributions."""
+    frames = [one.null.assign(level=one.level) for one in alignments]
+    ax = new_axes(ax=ax)
+    sns.stripplot(
+        pd.concat(frames),
+        x="level",
+        y="score",
+        hue="kind",
+        dodge=True,
+        size=2,
+        ax=ax,
+        palette=list(PALETTE[1:3]),
+    )
+    for position, one in enumerate(alignments):
+        ax.plot(position, one.score, "D", color=PALETTE[0], ms=5)
+        text = f"p = {one.p_value:.3f}"
+        ax.annotate(text, (position, one.score), (5, 0), textcoords="offset points", fontsize=6)
+    ax.set(xlabel="", ylabel="alignment score", ylim=(-0.02, 1.08))
+    ax.legend(title="", loc="lower right", frameon=False)
+    return ax
+
+
+def score_panel(scores: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Scores of many models by level, coloured by family; open where p > 0.05.
+
+    Args:
+        scores: columns level, score, p_value, family.
+        ax: where to draw.
+    """
+    ax = new_axes(TWO_COLUMNS, 2.6, ax)
+    levels = list(scores["level"].unique())
+    families = list(scores["family"].unique())
+    for color, family in zip(PALETTE, families, strict=False):
+        mine = scores[scores["family"] == family]
+        offset = 0.7 * ((families.index(family) + 0.5) / len(families) - 0.5)
+        jitter = np.linspace(-0.04, 0.04, len(mine))
+        x = mine["level"].map(levels.index).to_numpy() + offset + jitter
+        significant = (mine["p_value"] <= 0.05).to_numpy()
+        ax.scatter(x[significant], mine["score"][significant], s=14, color=color, label=family)
+        ax.scatter(
+            x[~significant], mine["score"][~significant], s=14, facecolors="none", edgecolors=color
+        )
+    ax.set_xticks(range(len(levels)), levels)
+    ax.set(ylabel="alignment score", ylim=(-0.02, 1.02))
+    ax.legend(title="filled: p ≤ 0.05", frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
+    return ax
+
+
+def pair_panels(pairs: pd.DataFrame) -> Figure:
+    """Scores of every model (row) aligned to every other (column), one panel per level."""
+    levels = list(pairs["level"].unique())
+    size = pairs["checkpoint"].nunique()
+    width = max(TWO_COLUMNS, 0.3 * size * len(levels))
+    figure, axes = plt.subplots(
+        1, len(levels), figsize=(width, width / len(levels) + 0.8), squeeze=False, sharey=True
+    )
+    for ax, level in zip(axes[0], levels, strict=True):
+        mine = pairs[pairs["level"] == level]
+        table = mine.pivot(index="checkpoint", columns="reference", values="score")
+        marks = mine.pivot(index="checkpoint", columns="reference", values="p_value")
+        texts = marks.map(lambda p: "" if np.isnan(p) else "*" if p <= 0.05 else "")
+        last = ax is axes[0][-1]
+        heatmap(table, ax, labels=texts, colorbar=last, colorbar_label="score (*: p ≤ 0.05)")
+        ax.set_title(level)
+        ax.set_xlabel("reference")
+    axes[0][0].set_ylabel("model")
+    return figure
