@@ -25,6 +25,7 @@ _HOMES = {
     "from_paper_weights": "models.checkpoint",
     "load": "models.checkpoint",
     "save": "models.checkpoint",
+    "training_prompts": "models.checkpoint",
     "TrainConfig": "models.training",
     "train": "models.training",
 }
