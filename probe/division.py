@@ -69,7 +69,7 @@ def division_test(
         after = model.run_with_hooks(
             a.inputs, fwd_hooks=[(site, lambda _, hook, scale=scale: scale)]
         )
-        line = fit_line(expected, after - before, generator)
+        line = fit_line(expected, after - before, generator, "the expected change")
         rows.append({"layer": layer, **dataclasses.asdict(line)})
     order = ["layer", "r2", "slope", "ci_low", "ci_high", "slope_low", "slope_high"]
     return pd.DataFrame(rows)[order]

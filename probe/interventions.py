@@ -225,7 +225,8 @@ def interchange(
             if readable.any():
                 edit = _Write(site, where, probe, column, written[:, column], readable)
                 change = _edited(model, a, site, edit) - before
-                row |= dataclasses.asdict(fit_line(expected[name], change, generator))
+                line = fit_line(expected[name], change, generator, f"the change of {name}")
+                row |= dataclasses.asdict(line)
             rows.append(row)
     numbers = ["slope", "slope_low", "slope_high", "r2", "ci_low", "ci_high"]
     return pd.DataFrame(rows, columns=["site", "statistic", "probe_r2", *numbers])
@@ -329,6 +330,10 @@ class _Effect:
         self, model: LinearAttentionTransformer, prompts: Prompts, generator: torch.Generator
     ):
         self.unit = prompts.least_squares.var(correction=0)
+        if not self.unit > 0:
+            raise ValueError(
+                f"least squares does not vary over {len(prompts)} prompt(s); use more prompts"
+            )
         self.truth = prompts.least_squares
         self.before = model(prompts.inputs)
         self.loss = (self.before - self.truth).square() / self.unit

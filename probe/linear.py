@@ -87,6 +87,10 @@ def fit_probes(
         raise ValueError("give one model, or several that share one ModelConfig")
     if n_untrained < 1:
         raise ValueError(f"n_untrained={n_untrained} must be at least 1")
+    if n_test < _BLOCKS:
+        raise ValueError(
+            f"n_test={n_test} must be at least {_BLOCKS}, the blocks of prompts that are resampled"
+        )
     generator = generator or torch.Generator().manual_seed(0)
     plan = plan_positions(models[0], prompt_config, sites, positions)
     # A seed of their own, or a model drawn from a generator in the same state is its own control.
@@ -118,7 +122,8 @@ def plan_positions(
         ValueError: on unknown sites or positions, or a named site that has none of them.
     """
     known = (*map(str, range(prompt_config.n_context)), "query", "flatten", "state")
-    for position in (positions,) if isinstance(positions, str) else positions:
+    positions = (positions,) if isinstance(positions, str) else tuple(positions)
+    for position in positions:
         if position not in known:
             raise ValueError(
                 f"unknown position {position!r}; give some of query, 0 .. "
@@ -292,19 +297,18 @@ def _score(
     generator: torch.Generator,
 ) -> _Errors:
     """Squared errors of the probes on fresh prompts."""
-    n_blocks = min(_BLOCKS, n_test)
     reference = next(iter(probes[0].values()))
     width = len(reference.target_mean)
     zeros = partial(torch.zeros, dtype=torch.float64)
-    count, first, second = zeros(n_blocks), zeros(n_blocks, width), zeros(n_blocks, width)
+    count, first, second = zeros(_BLOCKS), zeros(_BLOCKS, width), zeros(_BLOCKS, width)
     squared = [
-        {key: zeros(n_blocks, len(probe.weights), width) for key, probe in fitted.items()}
+        {key: zeros(_BLOCKS, len(probe.weights), width) for key, probe in fitted.items()}
         for fitted in probes
     ]
     seen = 0
     for prompts in _batches(prompt_config, n_test, batch, generator):
         targets = _targets(prompts, generator)
-        block = torch.arange(seen, seen + len(prompts)) * n_blocks // n_test
+        block = torch.arange(seen, seen + len(prompts)) * _BLOCKS // n_test
         seen += len(prompts)
         centred = targets - reference.target_mean
         count.index_add_(0, block, torch.ones(len(prompts), dtype=torch.float64))

@@ -189,14 +189,19 @@ class Line:
     ci_high: float
 
 
-def fit_line(x: Tensor, y: Tensor, generator: torch.Generator) -> Line:
-    """Regress y on x, both [n].
+def fit_line(x: Tensor, y: Tensor, generator: torch.Generator, name: str = "the regressor") -> Line:
+    """Regress y on x, both [n]; `name` says what x is, for the error.
 
     Raises:
-        ValueError: if x does not vary.
+        ValueError: if x does not vary beyond rounding.
     """
-    if not (x.double() - x.double().mean()).square().sum() > 0:
-        raise ValueError("the regressor does not vary over prompts, so that no line can be fitted")
+    x = x.double()
+    rounding = ROUNDING_STEPS * torch.finfo(torch.float64).eps * x.abs().max()
+    if not (x - x.mean()).abs().max() > rounding:
+        raise ValueError(
+            f"{name} does not vary over the {len(x)} prompt(s), so that nothing can be regressed "
+            f"on it; use more prompts, or a distribution in which it varies"
+        )
     once = slopes_and_r2(x[None], y, torch.ones(1, len(y), dtype=torch.float64))
     slopes, r2s = slopes_and_r2(x[None], y, resample_counts(len(y), generator))
     slope_low, slope_high = percentiles(slopes)

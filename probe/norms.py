@@ -124,7 +124,7 @@ def scale_law(points: pd.DataFrame, generator: torch.Generator | None = None) ->
         log_variance, log_scale = (
             torch.from_numpy(np.log(group[name].to_numpy())) for name in ("variance", "scale")
         )
-        line = fit_line(log_variance, log_scale, generator)
+        line = fit_line(log_variance, log_scale, generator, f"log {statistic}")
         rows.append({"layer": layer, "statistic": statistic, **dataclasses.asdict(line)})
     return pd.DataFrame(rows)
 

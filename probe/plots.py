@@ -40,8 +40,10 @@ def probe_heatmaps(table: pd.DataFrame) -> Figure:
     """R² by site and statistic beside its strongest control and its selectivity, one scale."""
     table = table.assign(control=strongest_control(table))
     panels = {"r2": "probe R²", "control": "strongest control R²", "selectivity": "selectivity"}
+    # Room for six annotated columns a panel on a page, more where there are more.
+    width = TWO_COLUMNS * max(1, table["statistic"].nunique() / 6)
     height = 1.0 + 0.16 * table["site"].nunique()
-    figure, axes = plt.subplots(1, len(panels), figsize=(TWO_COLUMNS, height), sharey=True)
+    figure, axes = plt.subplots(1, len(panels), figsize=(width, height), sharey=True)
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
         # Annotations round; adding zero turns -0.00 into 0.00.
         values = wide(table, column).round(2) + 0.0
@@ -209,8 +211,9 @@ def norm_panels(table: pd.DataFrame) -> Figure:
     """
     table = table[table["quantity"].isin(["input", "output"])]
     layers = sorted(table["layer"].unique())
+    width = TWO_COLUMNS * max(1, len(layers) / 2)
     figure, axes = plt.subplots(
-        2, 2 * len(layers), figsize=(TWO_COLUMNS, 3.4), sharey="row", squeeze=False
+        2, 2 * len(layers), figsize=(width, 3.4), sharey="row", squeeze=False
     )
     for row, quantity in zip(axes, ("input", "output"), strict=True):
         panels = [(layer, source) for layer in layers for source in ("model", "construction")]
@@ -221,7 +224,7 @@ def norm_panels(table: pd.DataFrame) -> Figure:
             ax.vlines(at, mine["q05"], mine["q95"], color=PALETTE[0], lw=0.8)
             ax.vlines(at, mine["q25"], mine["q75"], color=PALETTE[0], lw=3)
             ax.plot(at, mine["q50"], "o", color=PALETTE[1], ms=3)
-            ax.set_xticks(at, mine["coordinate"])
+            ax.set_xticks(at, mine["coordinate"], rotation=45 if source == "construction" else 0)
             if quantity == "input":
                 ax.set_title(f"layer {layer}, {source}")
         row[0].set_ylabel("input / median scale" if quantity == "input" else "output")

@@ -47,5 +47,6 @@ def statistic_label(name: str) -> str:
         return LABELS[name]
     base, _, component = name.rpartition("_")
     subscript = component.translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
-    symbol = "slope" if base == "slope" else LABELS[base]
+    # C/V has no symbol per covariate; b is the vector of least-squares slopes.
+    symbol = "b" if base == "slope" else LABELS[base]
     return f"{symbol}{subscript}"

@@ -75,6 +75,8 @@ class TestAblate:
             ablate(EXACT, PromptConfig(), STATE, "median")
         with pytest.raises(ValueError, match="near matches: hook_embed"):
             ablate(EXACT, PromptConfig(), "hook_embedd")
+        with pytest.raises(ValueError, match=r"does not vary over 1 prompt"):
+            ablate(EXACT, PromptConfig(), SCALE, n_prompts=1)
         # Nothing enters the norm and eps is 0: the scale to be written is 0.
         model = closed_form(20)
         model.blocks[1].attn.W_V.zero_()

@@ -306,6 +306,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             fit_probes(self.model, PromptConfig(), sites, positions)
 
+    def test_sizes(self):
+        with pytest.raises(ValueError, match="n_test=99 must be at least 100"):
+            fit_probes(self.model, PromptConfig(), n_test=99)
+        with pytest.raises(ValueError, match="n_untrained=0"):
+            fit_probes(self.model, PromptConfig(), n_untrained=0)
+
     def test_models_of_different_shapes(self):
         with pytest.raises(ValueError, match="share one ModelConfig"):
             fit_probes([self.model, closed_form(20, exclude_query=True)], PromptConfig())

@@ -26,8 +26,14 @@ def test_line_agrees_with_scipy(generator):
     line, reference = fit_line(x, y, generator), stats.linregress(x.numpy(), y.numpy())
     assert line.slope == pytest.approx(reference.slope, rel=1e-9)
     assert line.r2 == pytest.approx(reference.rvalue**2, rel=1e-9)
-    with pytest.raises(ValueError, match="does not vary"):
-        fit_line(torch.ones(5), y[:5], generator)
+
+
+def test_a_statistic_that_does_not_vary_is_named(generator):
+    points = scale_points(closed_form(50), PROMPTS, n_prompts=20)
+    # Constant but for rounding.
+    points["variance"] = 0.1 * (1 + 1e-16 * points["prompt"])
+    with pytest.raises(ValueError, match=r"log x_var does not vary over the 20 prompt"):
+        scale_law(points, generator)
 
 
 def test_scale_of_the_construction_follows_v():
