@@ -7,6 +7,7 @@ bytes for the same figure.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 # Text width of one and two journal columns, in inches.
 COLUMN, TWO_COLUMNS = 3.4, 7.0
@@ -96,7 +98,17 @@ def save_figure(figure: Figure, folder: Path, name: str, data: pd.DataFrame) -> 
     paths = [folder / f"{name}.{suffix}" for suffix in ("pdf", "png", "csv")]
     # Dates and version strings out, so that a rerun gives the same bytes.
     figure.savefig(paths[0], metadata={"CreationDate": None, "Creator": None, "Producer": None})
-    figure.savefig(paths[1], dpi=300, metadata={"Software": None})
+    paths[1].write_bytes(png_bytes(figure, dpi=300))
     data.to_csv(paths[2], index=False, float_format="%.10g")
     plt.close(figure)
     return paths
+
+
+def png_bytes(figure: Figure, dpi: int) -> bytes:
+    """A figure as PNG in 256 colours of its own: a third of the size, to the eye the same."""
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, format="png", dpi=dpi)
+    image = Image.open(full).convert("RGB")
+    reduced = image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    reduced.save(small, "png", optimize=True, dpi=(dpi, dpi))
+    return small.getvalue()

@@ -91,8 +91,9 @@ def survey(models: Iterable[Trained], *, n_prompts: int = 2000, seed: int = 0) -
         DataFrame with columns name, distribution, l1, seed, normalised_mse, parameters,
         exact_zeros, zero_share, active_heads, active_heads_0 .., probe_V (R² of V from the norm
         scales, the best layer), probe_V_control (its strongest control), probe_C and
-        probe_C_control (C from the head states), division_layer, division_r2, division_low, division_high, division_slope,
-        alignment (functional, with the nearest construction), alignment_p.
+        probe_C_control (C from the head states), division_layer, division_r2, division_low,
+        division_high, division_slope, alignment (functional, with the nearest construction),
+        alignment_p.
     """
     return pd.DataFrame([_row(each, n_prompts, seed) for each in models])
 

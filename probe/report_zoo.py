@@ -1,0 +1,227 @@
+"""What a report says about many models, as blocks of a page; tables come from `probe.survey`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from scipy.stats import binomtest
+
+from probe.figures import TWO_COLUMNS, heatmap, new_axes
+from probe.page import Chart, Listing
+from probe.readout import read_out
+from probe.report_blocks import model_in_words, prompts_in_words
+from probe.sites import site_label
+from probe.survey import Trained
+from probe.survey_plots import path_panels, verdict_strip
+from probe.verdict import KINDS, NORMALIZATION, Verdict
+
+_DISTANCE = "distance"
+
+
+def verdict_counts(scores: pd.DataFrame) -> pd.DataFrame:
+    """Verdicts by distribution and penalty.
+
+    Args:
+        scores: a row per model with distribution, l1, verdict.
+
+    Returns:
+        DataFrame with distribution, l1, models, one column per verdict that occurs, and share,
+        ci_low, ci_high (Wilson, 95 %) of "closed form by normalization".
+    """
+    rows = []
+    for (distribution, l1), group in scores.groupby(["distribution", "l1"], sort=False):
+        kinds = group.verdict.value_counts()
+        found = int(kinds.get(NORMALIZATION, 0))
+        interval = binomtest(found, len(group)).proportion_ci(method="wilson")
+        row = {"distribution": distribution, "l1": l1, "models": len(group)}
+        row |= {kind: int(kinds.get(kind, 0)) for kind in KINDS if kind in set(scores.verdict)}
+        row |= {"share": found / len(group), "ci_low": interval.low, "ci_high": interval.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def zoo_claim(scores: pd.DataFrame) -> str:
+    """The result in one sentence, with a Wilson interval per distribution."""
+    parts = []
+    for distribution, group in scores.groupby("distribution", sort=False):
+        found, n = int((group.verdict == NORMALIZATION).sum()), len(group)
+        low, high = binomtest(found, n).proportion_ci(method="wilson")
+        parts.append(f"{found} of {n} on “{distribution}” prompts ({low:.0%} to {high:.0%})")
+    return (
+        f"Models that compute least squares in closed form, with layer norm doing the division by "
+        f"the variance: {', '.join(parts)}; ranges are 95 % intervals of the share."
+    )
+
+
+def explanation(scores: pd.DataFrame) -> str:
+    """What the other verdicts are, in a sentence."""
+    rest = scores[scores.verdict != NORMALIZATION].verdict.value_counts()
+    kinds = ", ".join(f"{count} “{kind}”" for kind, count in rest.items()) or "none"
+    found = len(scores) - rest.sum()
+    return (
+        f"Of the {len(scores)} models, {found} are “{NORMALIZATION}”; the others: {kinds}. "
+        "“Undecided” means that a measurement lies between the threshold at which a "
+        "finding is accepted and the one at which it is rejected."
+    )
+
+
+def typical(scores: pd.DataFrame) -> int:
+    """Position of the model shown in detail.
+
+    Of the models in closed form by normalization (of all, if there are none), the one whose
+    division test is the median.
+    """
+    chosen = scores[scores.verdict == NORMALIZATION]
+    ranked = (chosen if len(chosen) else scores).division_r2.sort_values(kind="stable")
+    return int(ranked.index[len(ranked) // 2])
+
+
+def studied(zoo: Sequence[Trained], scores: pd.DataFrame) -> list[str | Listing]:
+    """Models and prompts, one row per distribution."""
+    rows = []
+    for distribution, group in scores.groupby("distribution", sort=False):
+        own = [each for each in zoo if each.distribution == distribution]
+        rows.append(
+            {
+                "distribution": distribution,
+                "prompts": prompts_in_words(own[0].subject.prompts),
+                "models": len(group),
+                "steps": ", ".join(sorted({str(each.record.get("steps", "–")) for each in own})),
+                "median MSE / variance": group.normalised_mse.median(),
+                "worst": group.normalised_mse.max(),
+            }
+        )
+    caption = "Models by prompt distribution; the error is against least squares, fresh prompts."
+    shapes = {model_in_words(each.subject.model) for each in zoo}
+    return [f"Shape: {'; '.join(sorted(shapes))}.", Listing(pd.DataFrame(rows), caption)]
+
+
+def read_out_chart(zoo: Sequence[Trained], scores: pd.DataFrame, seed: int) -> Chart:
+    """R² of the read-out of every model at every site."""
+    rows = []
+    for each, verdict in zip(zoo, scores.verdict, strict=True):
+        table = read_out(each.subject.model, each.subject.prompts, n_prompts=480, seed=seed)
+        for site, group in table.groupby("site", sort=False):
+            mean = group.r2.clip(lower=0).mean()
+            rows.append((each.subject.name, verdict, site, mean))
+    data = pd.DataFrame(rows, columns=["model", "verdict", "site", "mean_r2"])
+    order = scores.assign(kind=scores.verdict.map(KINDS.index))
+    order = order.sort_values(["kind", "division_r2"], ascending=[True, False]).name
+    wide = data.pivot(index="model", columns="site", values="mean_r2")
+    wide = wide.loc[order, data.site.unique()].rename(columns=site_label)
+    verdict_of = dict(zip(scores.name, scores.verdict, strict=True))
+    wide = wide.rename(index=lambda name: f"{name} ({_SHORT[verdict_of[name]]})")
+    ax = new_axes(TWO_COLUMNS, 1.0 + 0.15 * len(wide))
+    heatmap(wide, ax, labels=wide.map("{:.2f}".format), colorbar_label="mean R² over coordinates")
+    ax.tick_params(axis="y", labelsize=5)
+    ax.tick_params(axis="x", rotation=0)
+    return Chart(
+        "read_out_all",
+        ax.figure,
+        data,
+        "How well named quantities describe the coordinates of every model, after each block and "
+        "at each layer-norm output: R² on fresh prompts, mean over coordinates.",
+        "Models are sorted by verdict (n: closed form by normalization, m: closed form by another "
+        "mechanism, u: undecided, o: anything else), then by division test. Rows that stay bright "
+        "through the last layer hold what the construction would hold.",
+        "Heatmap of read-out R² by model and site.",
+    )
+
+
+def strip_chart(scores: pd.DataFrame) -> Chart:
+    """The division test of all models."""
+    columns = ["name", "family", "verdict", "division_r2", "division_low", "division_high"]
+    return Chart(
+        "division_all",
+        verdict_strip(scores).figure,
+        scores[[*columns, "division_slope", "division_layer"]].replace("\n", ", ", regex=True),
+        "R² of the division test at its best layer for every model, with 95 % intervals, by "
+        "distribution and penalty; marks are verdicts.",
+        "1: exchanging layer-norm scales between prompts moves predictions as a division by V "
+        "would; 0: it does not. Spread within a column is between seeds.",
+        "Strip plot of division test R²; medians "
+        + ", ".join(
+            f"{family.replace(chr(10), ' ')} {group.division_r2.median():.2f}"
+            for family, group in scores.groupby("family", sort=False)
+        ),
+    )
+
+
+def rival_chart(zoo: Sequence[Trained], verdicts: Sequence[Verdict]) -> Chart:
+    """Score of the best rival of each algorithm for every model."""
+    frames = [
+        verdict.findings.best.assign(model=each.subject.name, verdict=verdict.kind)
+        for each, verdict in zip(zoo, verdicts, strict=True)
+    ]
+    data = pd.concat(frames)[["model", "verdict", "algorithm", "family", "k", "score", "distance"]]
+    wide = data.pivot(index="model", columns="algorithm", values="score")
+    wide = wide.loc[[each.subject.name for each in zoo], data.algorithm.unique()]
+    ax = new_axes(TWO_COLUMNS, 1.0 + 0.15 * len(wide))
+    texts = wide.map("{:.1f}".format)
+    heatmap(-wide, ax, limit=3, labels=texts, colorbar_label="decades of agreement")
+    ax.tick_params(axis="y", labelsize=5)
+    ax.tick_params(axis="x", rotation=0)
+    return Chart(
+        "rivals_all",
+        ax.figure,
+        data,
+        "Score of the best rival of each algorithm: mean over prompts in distribution and shifted "
+        "of the log10 share of variance it leaves unexplained.",
+        "Lower numbers and brighter cells are closer. Newton, ridge and gradient descent approach "
+        "least squares in a limit and come as close as it where they have converged; they are "
+        "named only where they beat it by half a decade.",
+        "Heatmap of rival scores by model; least squares has median "
+        f"{wide['least squares'].median():.1f}.",
+    )
+
+
+def every_model(scores: pd.DataFrame) -> Listing:
+    """One row per model."""
+    shown = pd.DataFrame(
+        {
+            "model": scores.name,
+            "verdict": scores.verdict,
+            "MSE": scores.normalised_mse,
+            "zeros": scores.zero_share,
+            "heads": scores.active_heads,
+            "V": scores.probe_V,
+            "C": scores.probe_C,
+            "division R²": scores.division_r2,
+            "low": scores.division_low,
+            "high": scores.division_high,
+            "slope": scores.division_slope,
+            "alignment": scores.alignment,
+            "p": scores.alignment_p,
+        }
+    )
+    caption = (
+        "Every model: error over variance of the target, share of exact zeros, active heads, "
+        "probe R² of V in the norm scale and C in the head state, division test with 95 % "
+        "interval, functional alignment with the nearest construction."
+    )
+    return Listing(shown, caption)
+
+
+def path_chart(scores: pd.DataFrame) -> Chart:
+    """What the penalty does."""
+    varied = scores.groupby("distribution").l1.nunique().idxmax()
+    medians = scores[scores.distribution == varied].groupby("l1").zero_share.median()
+    return Chart(
+        "l1_path",
+        path_panels(scores),
+        scores.drop(columns="family"),
+        "Error, exact zeros, active heads, probes, division test and alignment of every model "
+        "along its l1 weight; lines join medians over seeds, dotted lines are controls.",
+        "Read each panel from left to right: what changes with the penalty, and how much seeds "
+        "differ at one penalty.",
+        f"Eight panels; the median share of zeros on {varied} prompts is "
+        + ", ".join(f"{value:.2f} at {l1:g}" for l1, value in medians.items()),
+    )
+
+
+_SHORT = dict.fromkeys(KINDS, "o") | {
+    NORMALIZATION: "n",
+    "closed form, other mechanism": "m",
+    "undecided": "u",
+}
