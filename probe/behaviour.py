@@ -33,7 +33,7 @@ from probe.predictor import Predictor
 
 IN_DISTRIBUTION = "in distribution"
 # Shifts of length change what the step sizes of a rival mean, so they inform but do not count.
-LENGTHS = {"N / 2": 0.5, "N x 2": 2.0}
+LENGTHS = {"N halved": 0.5, "N doubled": 2.0}
 _DIRECTIONS = 12
 _QUERIES = 6
 # Predictions beyond this many times their in-distribution size say nothing but "diverged".
@@ -65,13 +65,13 @@ def conditions(
         return base.y + torch.einsum("bnp,bp->bn", new_x - x, slope)
 
     result = {IN_DISTRIBUTION: base}
-    for factor, name in ((0.5, "x / 2"), (2.0, "x x 2"), (4.0, "x x 4")):
+    for factor, name in ((0.5, "x halved"), (2.0, "x doubled"), (4.0, "x times 4")):
         result[name] = prompts_from_arrays(factor * x, follow(factor * x), factor * u)
     shifted = x + 2 * size
-    result["x + 2 sd"] = prompts_from_arrays(shifted, follow(shifted), u + 2 * size)
+    result["x shifted"] = prompts_from_arrays(shifted, follow(shifted), u + 2 * size)
     steep = base.y + 2 * torch.einsum("bnp,bp->bn", x, slope)
-    result["slope x 3"] = prompts_from_arrays(x, steep, u)
-    result["noise + 0.5"] = prompts_from_arrays(x, base.y + 0.5 * normal(base.y), u)
+    result["slope times 3"] = prompts_from_arrays(x, steep, u)
+    result["more noise"] = prompts_from_arrays(x, base.y + 0.5 * normal(base.y), u)
     # A normal over an independent chi of 3 degrees is Student's t.
     chi = torch.stack([normal(x) for _ in range(3)]).square().mean(0).sqrt()
     centre = x.mean(1, keepdim=True)

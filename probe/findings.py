@@ -56,8 +56,9 @@ class Findings:
 
     Attributes:
         best: the best rival of each algorithm: algorithm, family, k, query_row, parameters,
-            score (mean over conditions of log10 distance), distance (in distribution), worst
-            (largest distance over conditions), worst_condition.
+            distance (in distribution), score (log10 of it, averaged half and half with the mean
+            log10 distance over shifts), worst (largest distance over conditions),
+            worst_condition.
         apart: distance between the best rivals of two algorithms under the condition that
             separates them most, by pair of algorithms.
         apart_here: the same in distribution.
@@ -162,10 +163,15 @@ def _best_rivals(table: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     counted = table[~table.condition.isin(LENGTHS)]
     wide = counted.pivot(index=_RIVAL, columns="condition", values="value")
     wide = wide.reindex(pd.MultiIndex.from_frame(ladder.index[_RIVAL]))
+    logs = np.log10(wide.clip(FLOOR, CEILING))
+    shifts = logs.drop(columns=IN_DISTRIBUTION)
+    score = logs[IN_DISTRIBUTION]
+    if len(shifts.columns):
+        score = (score + shifts.mean(axis=1)) / 2
     rivals = ladder.index.assign(
         row=np.arange(len(ladder.index)),
         algorithm=ladder.index.family.map(ALGORITHM),
-        score=np.log10(wide.clip(FLOOR, CEILING)).mean(axis=1).to_numpy(),
+        score=score.to_numpy(),
         distance=wide[IN_DISTRIBUTION].to_numpy(),
         worst=wide.max(axis=1).to_numpy(),
         worst_condition=wide.idxmax(axis=1).to_numpy(),

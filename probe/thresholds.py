@@ -1,7 +1,7 @@
 """Thresholds of the verdict; written by analyses/calibrate_verdict.py from oracles only.
 
 distance      largest share of variance in distribution that a rival may leave unexplained
-score         largest mean log10 distance over all conditions
+score         largest log10 distance, half in distribution and half over the shifts
               each (accept, reject): at or below the first the rival describes the model, at or
               above the second it does not, between them the verdict is undecided
 lead          decades of score by which a rival must beat least squares, which is the limit of

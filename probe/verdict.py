@@ -2,10 +2,10 @@
 
 `identify` gathers findings (`probe.findings`) and decides (`decide`):
 
-1. The *score* of an algorithm is the mean over conditions of log10 of its distance to the
-   model. Least squares is the limit of Newton and gradient descent (k → ∞) and of ridge (λ → 0),
-   which can therefore always come close to it: one of them is named only where it beats least
-   squares by `lead` decades.
+1. The *score* of an algorithm is log10 of its distance to the model, one half in distribution
+   and one half averaged over the shifts. Least squares is the limit of Newton and gradient
+   descent (k → ∞) and of ridge (λ → 0), which can therefore always come close to it: one of them
+   is named only where it beats least squares by `lead` decades.
 2. The named algorithm must describe the model: distance in distribution and score at or below
    their thresholds. Where no algorithm does, the answer is "other".
 3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
@@ -37,8 +37,8 @@ OTHER, UNDECIDED = "other", "undecided"
 KINDS = (NORMALIZATION, OTHER_MECHANISM, DESCENT, NEWTON, RIDGE, OTHER, UNDECIDED)
 
 LEAST_SQUARES = "least squares"
-_ALGORITHMS = (LEAST_SQUARES, NEWTON, RIDGE, DESCENT)
-_TRIVIAL = ("context mean", "zero")
+ALGORITHMS = (LEAST_SQUARES, NEWTON, RIDGE, DESCENT)
+TRIVIAL = ("context mean", "zero")
 _FEWEST_PROMPTS = 64
 
 
@@ -160,15 +160,15 @@ def identify(
 def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
     """Apply the rules above to findings."""
     best = findings.best.set_index("algorithm", drop=False)
-    scores = best.score[list(_ALGORITHMS)]
+    scores = best.score[list(ALGORITHMS)]
     top = scores.idxmin()
     lead = scores[LEAST_SQUARES] - scores[top]
     named = best.loc[top if lead >= thresholds["lead"] else LEAST_SQUARES]
-    trivial = best.loc[best.score[list(_TRIVIAL)].idxmin()]
+    trivial = best.loc[best.score[list(TRIVIAL)].idxmin()]
     described = _description(named, thresholds)
     if described == "no":
         return Decision(OTHER, named, (_describes(named, nearest=True), "None describes it."), ())
-    if trivial.score <= named.score:
+    if trivial.score <= named.score + thresholds["margin"]:
         return Decision(OTHER, trivial, (f"It predicts the {trivial.algorithm}.",), ())
     worst = f"At worst, {named.worst_condition}, it leaves {named.worst:.1e}."
     reasons = (_describes(named), worst)
@@ -176,7 +176,7 @@ def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
         why = "That is neither close enough to name it nor far enough to rule it out."
         return Decision(UNDECIDED, named, (*reasons, why), ())
 
-    rivals = [a for a in _ALGORITHMS if a != named.algorithm]
+    rivals = [a for a in ALGORITHMS if a != named.algorithm]
     counted = [DESCENT] if named.algorithm == LEAST_SQUARES else rivals
     runner_up = best.loc[scores[counted].idxmin()]
     gap = runner_up.score - named.score
@@ -226,25 +226,19 @@ def _limits(
 ) -> tuple[str, ...]:
     """What a clear decision leaves open."""
     found = []
-    for algorithm in _ALGORITHMS:
-        if algorithm == named.algorithm:
-            continue
+    for algorithm in ALGORITHMS:
         pair = frozenset((named.algorithm, algorithm))
-        rival = best.loc[algorithm]
-        if findings.apart[pair] <= thresholds["coincide"]:
-            found.append(
-                _sentence(
-                    f"{_name(rival)} has converged to it: the two cannot be told apart on any of "
-                    f"these prompts"
-                )
-            )
-        elif findings.apart_here[pair] <= thresholds["coincide"]:
-            found.append(
-                _sentence(
-                    f"{_name(rival)} cannot be told apart from it in distribution (they differ "
-                    f"by {findings.apart_here[pair]:.1e}), only under the shifts"
-                )
-            )
+        if algorithm == named.algorithm or findings.apart_here[pair] > thresholds["coincide"]:
+            continue
+        text = (
+            f"{_name(best.loc[algorithm])} cannot be told apart from it in distribution (they "
+            f"differ by {findings.apart_here[pair]:.1e})"
+        )
+        if findings.apart[pair] > thresholds["coincide"]:
+            text += f", only under the shifts (by up to {findings.apart[pair]:.1e})"
+        elif named.algorithm == LEAST_SQUARES:
+            text += " or under any shift: it has converged to least squares, its limit"
+        found.append(_sentence(text))
     return tuple(found)
 
 

@@ -63,7 +63,7 @@ def score_heatmap(table: pd.DataFrame) -> Figure:
     columns, rows = table.algorithm.unique(), titled.model.unique()
     scores = titled.pivot(index="model", columns="algorithm", values="score").loc[rows, columns]
     figure, ax = plt.subplots(figsize=(TWO_COLUMNS, 1.0 + 0.16 * len(rows)))
-    heatmap(scores, ax, signed=True, limit=4, colorbar_label="mean log10 distance")
+    heatmap(scores, ax, signed=True, limit=4, colorbar_label="score (log10 distance)")
     return figure
 
 
