@@ -14,6 +14,7 @@ from models import available
 from models.checkpoint import CheckpointError
 from probe import Subject, align, load_subject, read_out
 from probe.match_figures import (
+    layer_map_panels,
     null_panel,
     pair_panels,
     quantity_columns,
@@ -71,10 +72,12 @@ def one(subject: Subject, config: Config) -> Output:
         "learned, all symmetries": gauge.model,
         "construction": gauge.reference,
     }
+    maps = {label: panels[label] for label in ("learned, all symmetries", "construction")}
     parts = pd.concat([found.table.assign(level=found.level) for found in alignments])
     nulls = pd.concat([found.null.assign(level=found.level) for found in alignments])
     figures: dict[str, tuple[Figure, pd.DataFrame]] = {
         "weights": (weight_panels(panels, family.names), parts),
+        "layer_maps": (layer_map_panels(maps, family.names), parts),
         "null": (null_panel(alignments).figure, nulls),
     }
     for basis, table in tables.items():

@@ -27,7 +27,7 @@ from torch import Tensor
 from models.config import PromptConfig
 from models.prompts import sample_prompts
 from models.transformer import LinearAttentionTransformer
-from probe.sites import collect
+from probe.activations import collect
 from probe.weights import centring
 
 PROMPTS = 64
@@ -99,7 +99,8 @@ def functional_match(
         free_last: whether the last layer is read along one direction only (query readout).
 
     Returns:
-        DataFrame with columns kind, layer, head (-1 where there is none), r2; and M [D, D].
+        DataFrame with columns kind ("added", "stream", "coordinate" of the stream, "head"),
+        layer, index (of the reference's coordinate or head, else -1), r2; and M [D, D].
     """
     (fit, test), (goal, truth) = learned, reference
     n_layers = len(goal.added)
@@ -119,19 +120,23 @@ def functional_match(
             ("added", added, truth.added[layer]),
             ("stream", stream, truth.stream[layer]),
         ):
-            rows.append({"kind": kind, "layer": layer, "head": -1, "r2": _r2(a, b)})
+            rows.append({"kind": kind, "layer": layer, "index": -1, "r2": _r2(a, b)})
+        for c in range(stream.shape[1]):
+            r2 = _r2(stream[:, c], truth.stream[layer][:, c])
+            rows.append({"kind": "coordinate", "layer": layer, "index": c, "r2": r2})
         for head in range(goal.heads.shape[1]):
             r2 = _head_r2(
                 *(one.heads[layer].flatten(0, 1) @ own for one in (fit, test)),
                 *(one.heads[layer, head, head] for one in (goal, truth)),
             )
-            rows.append({"kind": "head", "layer": layer, "head": head, "r2": r2})
+            rows.append({"kind": "head", "layer": layer, "index": head, "r2": r2})
     return pd.DataFrame(rows), matrix
 
 
 def functional_score(table: pd.DataFrame) -> float:
-    """Mean R² over sites, negative ones as 0."""
-    return float(table["r2"].clip(lower=0).mean())
+    """Mean R² over sites and heads, negative ones as 0."""
+    sites = table[table["kind"] != "coordinate"]
+    return float(sites["r2"].clip(lower=0).mean())
 
 
 def _fit_map(pairs: list[tuple[Tensor, Tensor]], size: Tensor) -> Tensor:

@@ -8,14 +8,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from models.transformer import LinearAttentionTransformer
+from probe.activations import site_label
 from probe.figures import PALETTE, TWO_COLUMNS, heatmap, new_axes
 from probe.matching import Alignment
-from probe.sites import site_label
 from probe.weights import input_map, weights_of
+
+# Rows of layer maps whose entries stay below this share of the largest are not drawn.
+_WORTH_SHOWING = 0.1
 
 
 def weight_panels(models: dict[str, LinearAttentionTransformer], names: Sequence[str]) -> Figure:
@@ -39,14 +43,7 @@ def weight_panels(models: dict[str, LinearAttentionTransformer], names: Sequence
     for row, (label, panels) in zip(axes, tables.items(), strict=True):
         for ax, title in zip(row, titles, strict=True):
             last = ax is row[-1]
-            heatmap(
-                panels[title],
-                ax,
-                signed=True,
-                fmt=".1f",
-                colorbar=last,
-                colorbar_label="share of the largest entry",
-            )
+            heatmap(panels[title], ax, signed=True, labels=_texts(panels[title]), colorbar=last)
             ax.set_title(title)
             ax.tick_params(labelsize=5)
         row[0].set_ylabel(label)
@@ -77,6 +74,66 @@ def weight_tables(
         )
         for title, (value, rows) in tables.items()
     }
+
+
+def layer_map_panels(models: dict[str, LinearAttentionTransformer], names: Sequence[str]) -> Figure:
+    """Layer maps of aligned models side by side, one row per layer, one colour scale.
+
+    Rows that are small in every model are left out.
+
+    Args:
+        models: label -> model, all in the same coordinates.
+        names: the coordinates.
+    """
+    tables = {label: layer_map_tables(model, names) for label, model in models.items()}
+    n_layers = len(next(iter(tables.values())))
+    shown = []
+    for layer in range(n_layers):
+        largest = pd.concat([maps[layer].abs().max(axis=1) for maps in tables.values()], axis=1)
+        shown.append(largest.index[largest.max(axis=1) > _WORTH_SHOWING])
+    heights = [len(rows) for rows in shown]
+    figure, axes = plt.subplots(
+        n_layers,
+        len(models),
+        figsize=(TWO_COLUMNS * max(1.0, len(names) / 4), 0.2 * sum(heights) + 0.9 * n_layers),
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )
+    for layer, rows in enumerate(shown):
+        for ax, (label, maps) in zip(axes[layer], tables.items(), strict=True):
+            table = maps[layer].loc[rows]
+            heatmap(table, ax, signed=True, labels=_texts(table), colorbar=ax is axes[layer][-1])
+            ax.set_title(f"layer {layer}, {label}")
+            ax.tick_params(labelsize=5)
+    return figure
+
+
+def layer_map_tables(model: LinearAttentionTransformer, names: Sequence[str]) -> list[pd.DataFrame]:
+    """Per layer, what coordinate i of a token times S_jk adds to coordinate l, largest entry 1.
+
+    Rows "i→l", columns "S[j,k]". Unlike A_h and B_h this is the same for all ways to
+    split the layer into heads, and for exchanged keys and values (S is symmetric).
+    """
+    weights, config = weights_of(model), model.cfg
+    first, second = torch.triu_indices(config.d_model, config.d_model)
+    columns = [f"S[{names[j]},{names[k]}]" for j, k in zip(first, second, strict=True)]
+    rows = [f"{one}→{other}" for one in names for other in names]
+    tables = []
+    for layer in range(config.n_layers):
+        attn = f"blocks.{layer}.attn."
+        circuits = weights[attn + "W_Q"] @ weights[attn + "W_K"].mT
+        values = weights[attn + "W_V"]
+        values = values - values.mean(-1, keepdim=True) * (config.normalization != "none")
+        tensor = torch.einsum("hij,hkl->iljk", circuits, values)
+        tensor = (tensor + tensor.mT)[..., first, second] / (1 + (first == second))
+        tensor = tensor / tensor.abs().max().clamp(min=1e-300)
+        tables.append(pd.DataFrame(tensor.flatten(0, 1).numpy(), index=rows, columns=columns))
+    return tables
+
+
+def _texts(table: pd.DataFrame) -> pd.DataFrame:
+    """Cells to one digit; what rounds to nothing stays empty."""
+    return table.map(lambda value: f"{value:.1f}" if abs(value) >= 0.05 else "")
 
 
 def read_out_panel(table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -10,9 +10,9 @@ the second on, two that run the same algorithm with other weights at the third o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -21,17 +21,16 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from models.config import ModelConfig, PromptConfig
-from models.constructed import coordinate_names
 from models.transformer import LinearAttentionTransformer
 from probe import functional, gauge, null
 from probe import signed_permutation as permuted
 from probe.nearest import ConstructionFamily
+from probe.pair import Level, Pair
 from probe.transformations import HeadMixing
 from probe.weights import (
     Weights,
     centring,
     change_basis,
-    fingerprint,
     input_map,
     weights_of,
     with_weights,
@@ -39,8 +38,6 @@ from probe.weights import (
 
 # Heads are left as they are where matching them would need a nearly singular mixing.
 _WORST_MIXING = 1e4
-
-Level = Literal["signed_permutation", "gauge", "functional"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +53,7 @@ class Alignment:
         mapping: learned coordinate -> (name of the reference coordinate, sign). For the
             other levels the signed permutation nearest to `matrix`.
         table: what the score is made of. signed_permutation: part, learned, reference, cosine,
-            relative_error, norm; gauge: part, distance; functional: kind, layer, head, r2.
+            relative_error, norm; gauge: part, distance; functional: kind, layer, index, r2.
         matrix: M [D_learned, D_reference] with Q_reference ≈ Q_learned M.
         model: the learned model in the reference's coordinates; None where D differs
             or (functional) M is no change of basis of a model.
@@ -116,9 +113,9 @@ def align(
     if level not in get_args(Level):
         raise ValueError(f"level={level!r} is none of {', '.join(get_args(Level))}")
     if isinstance(reference, ConstructionFamily):
-        pair = _Pair.with_nearest(model, reference, level)
+        pair = Pair.with_nearest(model, reference, level)
     else:
-        pair = _Pair.of(model, reference, level, names)
+        pair = Pair.of(model, reference, level, names)
     if level == "signed_permutation":
         return _align_permuted(pair, seed)
     if level == "gauge":
@@ -126,147 +123,7 @@ def align(
     return _align_functional(pair, seed, prompt_config)
 
 
-def is_construction(model: LinearAttentionTransformer) -> bool:
-    """Whether the coordinates of a model are those of `models.constructed.coordinate_names`."""
-    config = model.cfg
-    p = config.n_covariates
-    if (config.d_model, config.n_layers) != (p + 3, p + 1) or config.normalization != "branch":
-        return False
-    weights = weights_of(model)
-    tokens, readout = input_map(weights), weights["unembed.W_U"]
-    signals = tokens[1:, : p + 1]
-    return bool(
-        (tokens[0, : p + 1] == 0).all()
-        and (tokens[1:, p + 1 :] == 0).all()
-        and (signals == torch.diag(signals.diagonal())).all()
-        and (readout[:, [i for i in range(p + 3) if i != p]] == 0).all()
-    )
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Two models that have been checked to be comparable.
-
-    `choose` gives the weights a null model is compared with.
-    """
-
-    model: LinearAttentionTransformer
-    reference: LinearAttentionTransformer
-    learned: Weights
-    target: Weights
-    names: tuple[str, ...]
-    last_only: bool
-    notes: tuple[str, ...]
-    choose: Callable[[Weights], Weights]
-    reference_key: str
-
-    @classmethod
-    def with_nearest(
-        cls, model: LinearAttentionTransformer, family: ConstructionFamily, level: Level
-    ) -> _Pair:
-        if model.cfg.normalization != "branch" or model.cfg.norm_affine:
-            raise ValueError("the construction needs branch normalization without affine map")
-        pair = cls.of(model, family.base, level, family.names)
-        member = family.nearest(pair.learned, model.cfg)
-        return replace(
-            pair,
-            reference=family.model_of(member),
-            target=member.weights,
-            notes=(f"nearest construction: {member}", *pair.notes),
-            choose=lambda weights: family.nearest(weights, model.cfg).weights,
-            reference_key="family",
-        )
-
-    @classmethod
-    def of(
-        cls,
-        model: LinearAttentionTransformer,
-        reference: LinearAttentionTransformer,
-        level: Level,
-        names: Sequence[str] | None,
-    ) -> _Pair:
-        a, b = model.cfg, reference.cfg
-        weights = []
-        for who, one in (("model", model), ("reference", reference)):
-            weights.append(weights_of(one))
-            for name, value in weights[-1].items():
-                if not value.isfinite().all():
-                    raise ValueError(f"{who}: {name} holds NaN or infinity; nothing to align")
-        for what in ("n_covariates", "n_layers"):
-            if getattr(a, what) != getattr(b, what):
-                raise ValueError(
-                    f"{what}: {getattr(a, what)} in the model, {getattr(b, what)} in the "
-                    f"reference; layers are compared one to one on the same prompts. "
-                    f"probe.read_out describes each model on its own"
-                )
-        _require_comparable(a, b, level)
-        notes = []
-        last_only = (a.readout, a.n_context) != (b.readout, b.n_context) or a.readout == "query"
-        if last_only and "flatten" in (a.readout, b.readout):
-            notes.append(
-                f"readouts differ ({a.readout}, N={a.n_context}; {b.readout}, N={b.n_context}): "
-                f"compared at the query token only"
-            )
-        if a.norm_affine or b.norm_affine:
-            notes.append("gain and bias of the layer norm are not compared")
-        if names is None:
-            constructed = is_construction(reference)
-            names = (
-                coordinate_names(b.n_covariates)
-                if constructed
-                else [f"c{i}" for i in range(b.d_model)]
-            )
-        if len(names) != b.d_model:
-            raise ValueError(f"{len(names)} names for the reference's {b.d_model} coordinates")
-        learned, target = weights
-        return cls(
-            model,
-            reference,
-            learned,
-            target,
-            tuple(names),
-            last_only,
-            tuple(notes),
-            choose=lambda _: target,
-            reference_key=fingerprint(target),
-        )
-
-    def key(self, *settings: object) -> tuple:
-        """What a null score depends on, beside the learned model's shape."""
-        shape = self.reference.cfg.model_dump_json()
-        return (self.reference_key, shape, self.last_only, *settings)
-
-
-def _require_comparable(a: ModelConfig, b: ModelConfig, level: Level) -> None:
-    if level == "functional":
-        if "flatten" in (a.readout, b.readout) and a.n_context != b.n_context:
-            flat = [c.n_context for c in (a, b) if c.readout == "flatten"]
-            if len(flat) == 2:
-                raise ValueError(
-                    f"n_context={flat[0]} and {flat[1]} with flatten readouts: the models cannot "
-                    f"see the same prompts; compare their weights instead"
-                )
-        return
-    if a.normalization != b.normalization:
-        raise ValueError(
-            f"normalization {a.normalization!r} and {b.normalization!r}: the same weights mean "
-            f"different things. Comparable are activations, level='functional'"
-        )
-    if level == "gauge":
-        if a.normalization != "branch" or a.norm_affine or b.norm_affine:
-            raise ValueError(
-                f"level 'gauge' is for branch normalization without affine map, got "
-                f"{a.normalization!r}, norm_affine={a.norm_affine or b.norm_affine}: other "
-                f"placements have other groups. Comparable: 'signed_permutation', 'functional'"
-            )
-        if a.d_model != b.d_model:
-            raise ValueError(
-                f"d_model {a.d_model} and {b.d_model}: no symmetry relates models of different "
-                f"width. Comparable: 'signed_permutation', 'functional'"
-            )
-
-
-def _align_permuted(pair: _Pair, seed: int) -> Alignment:
+def _align_permuted(pair: Pair, seed: int) -> Alignment:
     a, b = pair.model.cfg, pair.reference.cfg
     width = max(a.d_model, b.d_model)
 
@@ -337,7 +194,7 @@ def _reorder(weights: Weights, config: ModelConfig, matrix: Tensor, heads: np.nd
     return changed
 
 
-def _part_table(pair: _Pair, width: int, best: permuted.Match) -> pd.DataFrame:
+def _part_table(pair: Pair, width: int, best: permuted.Match) -> pd.DataFrame:
     """Cosine and relative error of every part; surplus heads and coordinates with their norm."""
     learned = permuted.parts_of(pair.learned, pair.model.cfg, width, pair.last_only)
     target = permuted.parts_of(pair.target, pair.reference.cfg, width, pair.last_only)
@@ -390,7 +247,7 @@ def _part_table(pair: _Pair, width: int, best: permuted.Match) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _align_gauge(pair: _Pair, seed: int) -> Alignment:
+def _align_gauge(pair: Pair, seed: int) -> Alignment:
     a, b = pair.model.cfg, pair.reference.cfg
 
     def match(models: Sequence[Weights], targets: Sequence[Weights]) -> gauge.GaugeMatch:
@@ -447,7 +304,7 @@ def _mix_heads(weights: Weights, target: Weights, config: ModelConfig) -> Weight
     return weights
 
 
-def _align_functional(pair: _Pair, seed: int, prompt_config: PromptConfig | None) -> Alignment:
+def _align_functional(pair: Pair, seed: int, prompt_config: PromptConfig | None) -> Alignment:
     a, b = pair.model.cfg, pair.reference.cfg
     if prompt_config is None:
         flat = a if a.readout == "flatten" or b.readout == "query" else b

@@ -44,23 +44,25 @@ from torch import Tensor
 from models.config import ModelConfig, PromptConfig
 from models.prompts import sample_prompts
 from models.transformer import LinearAttentionTransformer
-from probe.transformations import (
+from probe.data_symmetries import (
     ConstantSplit,
-    HeadBasis,
-    HeadMixing,
     LastAffine,
     LastRotation,
-    LayerScale,
-    NullWrite,
     Reembedding,
-    ResidualBasis,
-    StreamScale,
     SwappedState,
     UnreadInput,
     UnreadOutput,
     fixed_by_last_rotation,
     unread_inputs,
     unseen_embeddings,
+)
+from probe.transformations import (
+    HeadBasis,
+    HeadMixing,
+    LayerScale,
+    NullWrite,
+    ResidualBasis,
+    StreamScale,
 )
 from probe.weights import Weights, centring, complement, weights_of, with_weights
 

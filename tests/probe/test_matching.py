@@ -13,8 +13,9 @@ from models.transformer import LinearAttentionTransformer
 from probe import null
 from probe import signed_permutation as permuted
 from probe.gauge import gauge_match, invariants
-from probe.matching import align, is_construction
+from probe.matching import align
 from probe.nearest import ConstructionFamily
+from probe.pair import is_construction
 from probe.symmetries import families
 from probe.transformations import HeadMixing, NullWrite, ResidualBasis
 from probe.weights import (

@@ -1,0 +1,168 @@
+"""Two models that are to be aligned: checked to be comparable, with the names of coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from models.config import ModelConfig
+from models.constructed import coordinate_names
+from models.transformer import LinearAttentionTransformer
+from probe.nearest import ConstructionFamily
+from probe.weights import Weights, fingerprint, input_map, weights_of
+
+Level = Literal["signed_permutation", "gauge", "functional"]
+
+
+def is_construction(model: LinearAttentionTransformer) -> bool:
+    """Whether the coordinates of a model are those of `models.constructed.coordinate_names`."""
+    config = model.cfg
+    p = config.n_covariates
+    if (config.d_model, config.n_layers) != (p + 3, p + 1) or config.normalization != "branch":
+        return False
+    weights = weights_of(model)
+    tokens, readout = input_map(weights), weights["unembed.W_U"]
+    signals = tokens[1:, : p + 1]
+    return bool(
+        (tokens[0, : p + 1] == 0).all()
+        and (tokens[1:, p + 1 :] == 0).all()
+        and (signals == torch.diag(signals.diagonal())).all()
+        and (readout[:, [i for i in range(p + 3) if i != p]] == 0).all()
+    )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models that have been checked to be comparable.
+
+    Attributes:
+        model: the learned model.
+        reference: what it is aligned to.
+        learned: weights of the model.
+        target: weights of the reference.
+        names: of the reference's coordinates.
+        last_only: whether only the query's readout row can be compared.
+        notes: what cannot be compared.
+        choose: the weights that a null model is compared with.
+        reference_key: names the reference, or the family, in the cache of null scores.
+    """
+
+    model: LinearAttentionTransformer
+    reference: LinearAttentionTransformer
+    learned: Weights
+    target: Weights
+    names: tuple[str, ...]
+    last_only: bool
+    notes: tuple[str, ...]
+    choose: Callable[[Weights], Weights]
+    reference_key: str
+
+    @classmethod
+    def with_nearest(
+        cls, model: LinearAttentionTransformer, family: ConstructionFamily, level: Level
+    ) -> Pair:
+        """A model and the member of the family nearest to it."""
+        if model.cfg.normalization != "branch" or model.cfg.norm_affine:
+            raise ValueError("the construction needs branch normalization without affine map")
+        pair = cls.of(model, family.base, level, family.names)
+        member = family.nearest(pair.learned, model.cfg)
+        return replace(
+            pair,
+            reference=family.model_of(member),
+            target=member.weights,
+            notes=(f"nearest construction: {member}", *pair.notes),
+            choose=lambda weights: family.nearest(weights, model.cfg).weights,
+            reference_key="family",
+        )
+
+    @classmethod
+    def of(
+        cls,
+        model: LinearAttentionTransformer,
+        reference: LinearAttentionTransformer,
+        level: Level,
+        names: Sequence[str] | None,
+    ) -> Pair:
+        """Check a pair; raises ValueError with what is comparable instead."""
+        a, b = model.cfg, reference.cfg
+        weights = []
+        for who, one in (("model", model), ("reference", reference)):
+            weights.append(weights_of(one))
+            for name, value in weights[-1].items():
+                if not value.isfinite().all():
+                    raise ValueError(f"{who}: {name} holds NaN or infinity; nothing to align")
+        for what in ("n_covariates", "n_layers"):
+            if getattr(a, what) != getattr(b, what):
+                raise ValueError(
+                    f"{what}: {getattr(a, what)} in the model, {getattr(b, what)} in the "
+                    f"reference; layers are compared one to one on the same prompts. "
+                    f"probe.read_out describes each model on its own"
+                )
+        _require_comparable(a, b, level)
+        notes = []
+        last_only = (a.readout, a.n_context) != (b.readout, b.n_context) or a.readout == "query"
+        if last_only and "flatten" in (a.readout, b.readout):
+            notes.append(
+                f"readouts differ ({a.readout}, N={a.n_context}; {b.readout}, N={b.n_context}): "
+                f"compared at the query token only"
+            )
+        if a.norm_affine or b.norm_affine:
+            notes.append("gain and bias of the layer norm are not compared")
+        if names is None:
+            constructed = is_construction(reference)
+            names = (
+                coordinate_names(b.n_covariates)
+                if constructed
+                else [f"c{i}" for i in range(b.d_model)]
+            )
+        if len(names) != b.d_model:
+            raise ValueError(f"{len(names)} names for the reference's {b.d_model} coordinates")
+        learned, target = weights
+        return cls(
+            model,
+            reference,
+            learned,
+            target,
+            tuple(names),
+            last_only,
+            tuple(notes),
+            choose=lambda _: target,
+            reference_key=fingerprint(target),
+        )
+
+    def key(self, *settings: object) -> tuple:
+        """What a null score depends on, beside the learned model's shape."""
+        shape = self.reference.cfg.model_dump_json()
+        return (self.reference_key, shape, self.last_only, *settings)
+
+
+def _require_comparable(a: ModelConfig, b: ModelConfig, level: Level) -> None:
+    if level == "functional":
+        if "flatten" in (a.readout, b.readout) and a.n_context != b.n_context:
+            flat = [c.n_context for c in (a, b) if c.readout == "flatten"]
+            if len(flat) == 2:
+                raise ValueError(
+                    f"n_context={flat[0]} and {flat[1]} with flatten readouts: the models cannot "
+                    f"see the same prompts; compare their weights instead"
+                )
+        return
+    if a.normalization != b.normalization:
+        raise ValueError(
+            f"normalization {a.normalization!r} and {b.normalization!r}: the same weights mean "
+            f"different things. Comparable are activations, level='functional'"
+        )
+    if level == "gauge":
+        if a.normalization != "branch" or a.norm_affine or b.norm_affine:
+            raise ValueError(
+                f"level 'gauge' is for branch normalization without affine map, got "
+                f"{a.normalization!r}, norm_affine={a.norm_affine or b.norm_affine}: other "
+                f"placements have other groups. Comparable: 'signed_permutation', 'functional'"
+            )
+        if a.d_model != b.d_model:
+            raise ValueError(
+                f"d_model {a.d_model} and {b.d_model}: no symmetry relates models of different "
+                f"width. Comparable: 'signed_permutation', 'functional'"
+            )
