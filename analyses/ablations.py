@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 
 from probe import ablate, ablate_direction, interchange, load_subject
+from probe.activations import site_label
 from probe.interventions import READABLE_R2
 from probe.plots import ablation_bars, direction_bars, interchange_slopes, statistic_panels
 from probe.quantities import statistic_label
 from probe.reporting import AnalysisConfig, Output, main
-from probe.sites import site_label
 
 
 class Config(AnalysisConfig):

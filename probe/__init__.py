@@ -8,8 +8,8 @@ import importlib
 _HOMES = {
     "Subject": "probe.subject",
     "load_subject": "probe.subject",
-    "collect": "probe.sites",
-    "sites": "probe.sites",
+    "collect": "probe.activations",
+    "sites": "probe.activations",
     "fit_probes": "probe.linear",
     "ablate": "probe.interventions",
     "ablate_direction": "probe.interventions",

@@ -17,9 +17,9 @@ import torch
 from models.config import PromptConfig
 from models.prompts import sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import collect
 from probe.moments import fit_line
 from probe.norms import require_norm
-from probe.sites import collect
 
 
 @torch.no_grad()

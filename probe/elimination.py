@@ -21,9 +21,9 @@ from torch import Tensor
 from models.config import PromptConfig
 from models.prompts import Prompts, sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import collect
 from probe.dictionary import Quantities
 from probe.moments import Moments
-from probe.sites import collect
 
 
 def residual_quantities(prompts: Prompts) -> Quantities:

@@ -29,10 +29,10 @@ from models.config import PromptConfig
 from models.hooks import StrictHookPoint
 from models.prompts import Prompts, sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import axes_of, collect
 from probe.linear import Group, fit_maps, plan_positions
 from probe.moments import LinearMap, fit_line, percentiles, resample_counts
 from probe.quantities import statistic_names, statistics
-from probe.sites import axes_of, collect
 
 Mode = Literal["zero", "mean", "resample"]
 # A probe that explains less than this gives no direction to write along.

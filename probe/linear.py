@@ -28,9 +28,9 @@ from models.config import PromptConfig
 from models.hooks import StrictHookPoint
 from models.prompts import Prompts, sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import axes_of, require_finite
 from probe.moments import LinearMap, Moments, percentiles, resample_counts
 from probe.quantities import statistic_names, statistics
-from probe.sites import axes_of, require_finite
 
 CONTROLS = ("r2_input", "r2_untrained", "r2_shuffled")
 # Where each site is probed unless asked otherwise.

@@ -18,8 +18,8 @@ from models.config import PromptConfig
 from models.constructed import closed_form, coordinate_names
 from models.prompts import sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import collect
 from probe.moments import fit_line
-from probe.sites import collect
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 

@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from probe.activations import site_label
 from probe.figures import PALETTE, TWO_COLUMNS, heatmap, new_axes
 from probe.linear import CONTROLS
 from probe.quantities import statistic_label
-from probe.sites import site_label
 
 
 def wide(table: pd.DataFrame, column: str) -> pd.DataFrame:

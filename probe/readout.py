@@ -22,10 +22,10 @@ from torch import Tensor
 from models.config import PromptConfig
 from models.prompts import Prompts, sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import collect
 from probe.canonical import canonical_rotation
 from probe.dictionary import Quantities, added_quantities, stream_quantities
 from probe.moments import percentiles, resample_counts
-from probe.sites import collect
 
 Basis = Literal["model", "canonical"]
 _BLOCKS = 48
@@ -199,7 +199,8 @@ class _Fits:
                 row = {"site": site, "coordinate": c, "r2": r2, **held}
                 for q, name in enumerate(names):
                     row[f"{name}_low"], row[f"{name}_high"] = float(low[q, c]), float(high[q, c])
-                row["words"] = f"{describe(c, held, sizes)}, R² {r2:.2f}"
+                quality = f"R² {r2:.2f}" if spread[c] > 0 else "constant"
+                row["words"] = f"{describe(c, held, sizes)}, {quality}"
                 rows.append(row)
         table = pd.DataFrame(rows)
         named = list(dict.fromkeys(name for site in self.sites for name in self.names[site]))

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from models.config import PromptConfig
 from models.transformer import LinearAttentionTransformer
+from probe.activations import site_label
 from probe.circuit import circuit_edges, circuit_panels
 from probe.division import division_test
 from probe.figures import TWO_COLUMNS, heatmap, new_axes
@@ -28,7 +29,6 @@ from probe.plots import probe_heatmaps, scale_panels
 from probe.quantities import statistic_label
 from probe.readout import read_out
 from probe.reporting import versions
-from probe.sites import site_label
 from probe.subject import Subject
 from probe.survey import has_construction
 from probe.survey_plots import training_panels

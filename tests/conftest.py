@@ -4,9 +4,9 @@ import os
 # and sums come out the same wherever it runs.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import hypothesis
+import pytest
+import torch
 
 torch.set_num_threads(1)
 
