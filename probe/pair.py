@@ -14,6 +14,9 @@ from models.transformer import LinearAttentionTransformer
 from probe.nearest import ConstructionFamily
 from probe.weights import Weights, fingerprint, input_map, weights_of
 
+# Share of the readout's norm that may lie on context tokens of a readout of the query.
+_ELSEWHERE = 0.05
+
 Level = Literal["signed_permutation", "gauge", "functional"]
 
 
@@ -103,11 +106,17 @@ class Pair:
                 )
         _require_comparable(a, b, level)
         notes = []
-        last_only = (a.readout, a.n_context) != (b.readout, b.n_context) or a.readout == "query"
-        if last_only and "flatten" in (a.readout, b.readout):
+        same_shape = (a.readout, a.n_context) == (b.readout, b.n_context)
+        last_only = not same_shape or all(_reads_the_query(one) for one in weights)
+        if not same_shape and "flatten" in (a.readout, b.readout):
             notes.append(
                 f"readouts differ ({a.readout}, N={a.n_context}; {b.readout}, N={b.n_context}): "
                 f"compared at the query token only"
+            )
+        elif last_only and a.readout == "flatten":
+            notes.append(
+                f"both flatten readouts have all but {_ELSEWHERE:.0%} of their weight on the "
+                f"query token: compared there only"
             )
         if a.norm_affine or b.norm_affine:
             notes.append("gain and bias of the layer norm are not compared")
@@ -137,6 +146,12 @@ class Pair:
         """What a null score depends on, beside the learned model's shape."""
         shape = self.reference.cfg.model_dump_json()
         return (self.reference_key, shape, self.last_only, *settings)
+
+
+def _reads_the_query(weights: Weights) -> bool:
+    """Whether (almost) all readout weight is on the query token."""
+    readout = weights["unembed.W_U"]
+    return bool(readout[:-1].norm() <= _ELSEWHERE * readout.norm())
 
 
 def _require_comparable(a: ModelConfig, b: ModelConfig, level: Level) -> None:

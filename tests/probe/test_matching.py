@@ -317,3 +317,23 @@ def test_bad_pairs_are_refused_with_reasons(reference):
         align(reference, reference, names=["a"])
     with pytest.raises(ValueError, match="construction"):
         ConstructionFamily.for_model(ModelConfig(d_model=6))
+
+
+def test_flatten_readouts_of_the_query_leave_the_last_layer_free():
+    """Rotating the last layer's output beside the readout changes nothing that is read."""
+    config = ModelConfig(n_context=4)
+    generator = torch.Generator().manual_seed(0)
+    weights = null.untrained(config, generator)
+    weights["unembed.W_U"][:-1] *= 1e-6
+    fixed = torch.stack([torch.ones(4, dtype=torch.float64), weights["unembed.W_U"][-1]])
+    rest = complement(fixed)
+    angle = torch.tensor(0.8, dtype=torch.float64)
+    turn = torch.stack(
+        [torch.stack([angle.cos(), -angle.sin()]), torch.stack([angle.sin(), angle.cos()])]
+    )
+    matrix = torch.eye(4, dtype=torch.float64) + rest.T @ (turn - torch.eye(2)) @ rest
+    turned = weights | {"blocks.1.attn.W_V": weights["blocks.1.attn.W_V"] @ matrix}
+    shell = LinearAttentionTransformer(config).double()
+    found = align(with_weights(shell, turned), with_weights(shell, weights), "gauge")
+    assert found.distance < 1e-8
+    assert any("query token" in note for note in found.notes)
