@@ -9,7 +9,7 @@ these are *pivots*
 the determinant of the covariance of a block T given a set s: of one covariate (`V_2|1`: the
 variance of x_2 given x_1), or of several at once (`det_12`). They are correlated, so that a
 layer which divides by one of them seems to divide by all: a pivot counts as found only if
-its R² beats that of every other one, by a margin whose interval excludes 0.
+it beats every other one by a margin whose interval excludes 0.
 
 The causal form exchanges the pivot. A model that eliminates s, then T with a multiplier
 m = V_T|s(A) / V_T|s(B) too large, then all others, predicts
@@ -21,13 +21,16 @@ That is what the prediction on A should become when layer norm is given the scal
 norm divides constants too, and later layers measure their own quotients by them: the swap
 rescales what varies in the norm's output and holds its mean over prompts and tokens.
 
+A scale may follow a pivot without being proportional to it (signals beside the pivot keep it
+from falling to 0). With m the ratio of the two *scales*, the same comparison asks whether the
+layer's output is that step of the elimination, however well it is divided.
+
 Shapes: b prompts, p covariates.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import combinations
 
 import pandas as pd
@@ -37,14 +40,16 @@ from torch import Tensor
 from models.config import PromptConfig
 from models.prompts import Prompts, sample_prompts
 from models.transformer import LinearAttentionTransformer
+from probe.activations import collect
 from probe.moments import percentiles, resample_counts, slopes_and_r2
 from probe.norms import require_norm
-from probe.sites import collect
 
-# Calibrated on constructions: the layer that divides by a pivot has R² and slope near 1; one
-# that divides by a constant follows pivots at slopes of 1e-3 and less, whatever its R².
+# Calibrated on constructions: the layer that divides by a pivot has R² and slope near 1, also as
+# a step. A layer that divides by a constant follows pivots at slopes of 1e-2 and less, whatever
+# its R². What excludes wrong pivots, which reach .9, are the margins.
 READABLE_R2 = 0.5
 READABLE_SLOPE = 0.25
+_LARGEST_RATIO = 2.0
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -109,8 +114,10 @@ def pivot_test(
     The logarithm of the scale at the query token is regressed on the logarithm of every
     candidate, over prompts. The margin of a candidate is its R² less the largest R² of the
     others, on the same resampled prompts. The swap puts the scales of unrelated prompts B, at
-    all positions, in the place of those of A (constants are held), and regresses the change of
-    the prediction on the change expected when that pivot is exchanged.
+    all positions, in the place of those of A (constants are held). The change of the prediction
+    is regressed on the change expected when that pivot is exchanged (`swap`); and, with ratios of
+    scales held within a factor of 2, on the change when that step of the elimination is
+    multiplied by the ratio (`step`).
 
     Args:
         model: a model with layer norm ("branch" or "post").
@@ -122,9 +129,11 @@ def pivot_test(
     Returns:
         DataFrame with a row per layer and candidate: layer, candidate, r2, ci_low, ci_high,
         slope (1 in a model that divides by the candidate), margin, margin_low, margin_high,
-        swap_r2, swap_r2_low, swap_r2_high, swap_slope, best; 95 % bootstrap intervals over prompts.
-        `best` is true for at most one candidate of a layer: margin_low above 0, r2 at least
-        0.5, slope at least 0.25.
+        and r2, margin and slope of swap and step (swap_r2, swap_r2_low, ..), shuffled_r2 (a
+        control: candidates of other prompts), best. Intervals: 95 %, bootstrap over prompts.
+        `best` is true for at most one candidate of a layer: r2 and step_r2 at least 0.5, slope
+        0.25; ahead of all others in scale or in step, behind in neither (margins with intervals
+        above 0, or not below).
 
     Raises:
         ValueError: for a model without layer norm, or a single covariate.
@@ -141,44 +150,45 @@ def pivot_test(
     pivots = candidates(p)
     values = torch.stack([pivot.value(a.x_cov) for pivot in pivots])
     ratios = values / torch.stack([pivot.value(b.x_cov) for pivot in pivots])
-    exchanged = [pivot.exchanged(a, ratio) for pivot, ratio in zip(pivots, ratios, strict=True)]
-    expected = torch.stack(exchanged) - a.least_squares
-    once = torch.ones(1, n_prompts, dtype=torch.float64)
+    by_pivot = torch.stack(
+        [pivot.exchanged(a, ratio) for pivot, ratio in zip(pivots, ratios, strict=True)]
+    )
     draws = resample_counts(n_prompts, generator)
+    shuffled = torch.randperm(n_prompts, generator=generator)
     layers = []
-    for layer, (scale, change) in enumerate(_swaps(model, a.inputs, b.inputs)):
-        (slope,), (r2,) = slopes_and_r2(values.log(), scale.log(), once)
-        _, r2s = slopes_and_r2(values.log(), scale.log(), draws)
-        (swap_slope,), (swap_r2,) = slopes_and_r2(expected, change, once)
-        _, swap_r2s = slopes_and_r2(expected, change, draws)
-        columns = {
-            **_with_interval("r2", r2, r2s),
-            "slope": slope,
-            **_with_interval("margin", _margins(r2), _margins(r2s)),
-            **_with_interval("swap_r2", swap_r2, swap_r2s),
-            "swap_slope": swap_slope,
-        }
+    for layer in range(model.cfg.n_layers):
+        scale, _, change = _swap(model, layer, a.inputs, b.inputs)
+        _, ratio, moderate = _swap(model, layer, a.inputs, b.inputs, _LARGEST_RATIO)
+        by_ratio = torch.stack([pivot.exchanged(a, ratio) for pivot in pivots])
+        follows = _Lines.fit(values.log(), scale.log(), draws)
+        swap = _Lines.fit(by_pivot - a.least_squares, change, draws)
+        step = _Lines.fit(by_ratio - a.least_squares, moderate, draws)
+        columns = follows.columns() | swap.columns("swap_") | step.columns("step_")
+        columns["shuffled_r2"] = _Lines.fit(values.log(), scale.log()[shuffled], draws).r2
         names = {"layer": layer, "candidate": [pivot.name for pivot in pivots]}
         layers.append(pd.DataFrame(names | {key: c.numpy() for key, c in columns.items()}))
     table = pd.concat(layers, ignore_index=True)
+    readable = (
+        (table.r2 >= READABLE_R2) & (table.slope >= READABLE_SLOPE) & (table.step_r2 >= READABLE_R2)
+    )
+    ahead = (table.margin_low > 0) | (table.step_margin_low > 0)
+    behind = (table.margin_high < 0) | (table.step_margin_high < 0)
     table = table.rename(columns={"r2_low": "ci_low", "r2_high": "ci_high"})
-    readable = (table.r2 >= READABLE_R2) & (table.slope >= READABLE_SLOPE)
-    return table.assign(best=readable & (table.margin_low > 0))
+    return table.assign(best=readable & ahead & ~behind)
 
 
 def pivot_label(table: pd.DataFrame) -> str | None:
-    """The algorithm that the best pivots of a `pivot_test` spell out.
+    """The algorithm that a `pivot_test` spells out.
 
     Returns:
         "elimination (x2, x1)" if successive layers divide by V_2 and V_1|2, and so on for p
         covariates, all of them; "closed form by determinant" if a layer divides by the
         determinant of all covariates; None otherwise.
     """
-    best = table[table.best].sort_values("layer").candidate.tolist()
     by_name = {pivot.name: pivot for pivot in candidates(_n_covariates(table))}
     everything = max(by_name.values(), key=lambda pivot: len(pivot.block)).block
     order: tuple[int, ...] = ()
-    for name in best:
+    for name in table[table.best].sort_values("layer").candidate:
         pivot = by_name[name]
         if pivot.block == everything:
             return "closed form by determinant"
@@ -193,27 +203,54 @@ def _n_covariates(table: pd.DataFrame) -> int:
     return sum(name.startswith("V_") and "|" not in name for name in table.candidate.unique())
 
 
-def _swaps(
-    model: LinearAttentionTransformer, a: Tensor, b: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scale at the query of A and change of the prediction on A under a swap, layer by layer."""
-    before = model(a)
-    for layer in range(model.cfg.n_layers):
-        norm = f"blocks.{layer}.ln1_post"
-        scale, output = collect(
-            model, a, [f"{norm}.hook_scale", f"{norm}.hook_normalized"]
-        ).values()
-        ratio = scale / collect(model, b, f"{norm}.hook_scale")[f"{norm}.hook_scale"]
-        constant = output.mean((0, 1))
-        swapped = constant + ratio * (output - constant)
-        hook = (f"{norm}.hook_normalized", lambda _, hook, swapped=swapped: swapped)
-        yield scale[:, -1, 0], model.run_with_hooks(a, fwd_hooks=[hook]) - before
+def _swap(
+    model: LinearAttentionTransformer,
+    layer: int,
+    a: Tensor,
+    b: Tensor,
+    largest_ratio: float = float("inf"),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give a layer norm on A the scale it has on B, within a factor; constants are held.
+
+    Returns:
+        Scale at the query of A, its ratio to the one that replaces it, and the change of the
+        prediction, each [b].
+    """
+    names = [f"blocks.{layer}.ln1_post.{name}" for name in ("hook_scale", "hook_normalized")]
+    scale, output = collect(model, a, names).values()
+    ratio = scale / collect(model, b, names[0])[names[0]]
+    ratio = ratio.clamp(1 / largest_ratio, largest_ratio)
+    constant = output.mean((0, 1))
+    swapped = constant + ratio * (output - constant)
+    after = model.run_with_hooks(a, fwd_hooks=[(names[1], lambda _, hook: swapped)])
+    return scale[:, -1, 0].double(), ratio[:, -1, 0].double(), after - model(a)
 
 
-def _with_interval(name: str, once: Tensor, replicates: Tensor) -> dict[str, Tensor]:
-    """A statistic [c] and the bounds of its interval from replicates [resamples, c]."""
-    low, high = percentiles(replicates)
-    return {name: once, f"{name}_low": low, f"{name}_high": high}
+@dataclasses.dataclass(frozen=True)
+class _Lines:
+    """Lines on several candidates: slope and R² [c], and R² of resamples [resamples, c]."""
+
+    slope: Tensor
+    r2: Tensor
+    r2s: Tensor
+
+    @classmethod
+    def fit(cls, x: Tensor, y: Tensor, draws: Tensor) -> _Lines:
+        once = torch.ones_like(draws[:1])
+        slopes, r2s = slopes_and_r2(x, y, torch.cat([once, draws]))
+        return cls(slopes[0], r2s[0], r2s[1:])
+
+    def columns(self, prefix: str = "") -> dict[str, Tensor]:
+        """R² and margin with their intervals, and slope."""
+        result = {}
+        for name, once, resampled in (
+            ("r2", self.r2, self.r2s),
+            ("margin", _margins(self.r2), _margins(self.r2s)),
+        ):
+            low, high = percentiles(resampled)
+            result |= {name: once, f"{name}_low": low, f"{name}_high": high}
+        result["slope"] = self.slope
+        return {prefix + name: values for name, values in result.items()}
 
 
 def _margins(r2: Tensor) -> Tensor:

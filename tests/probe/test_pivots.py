@@ -100,8 +100,9 @@ def test_order_of_elimination_is_recovered(order):
     assert list(best.index) == list(range(1, p + 1))
     assert (best.r2 > 0.999).all()
     assert (best.slope - 1).abs().max() < 0.01
-    assert (best.swap_r2 > 0.99).all()
-    assert (best.swap_slope - 1).abs().max() < 0.05
+    assert (best[["swap_r2", "step_r2"]] > 0.99).all(axis=None)
+    assert (best[["swap_slope", "step_slope"]] - 1).abs().max(axis=None) < 0.05
+    assert table.shuffled_r2.max() < 0.05
 
 
 def test_the_swap_tells_apart_what_raw_r2_does_not():
@@ -116,7 +117,7 @@ def test_determinant_is_recovered():
     table = run(determinant_form(40, scale=1e3, exclude_query=True), 2)
     assert pivot_label(table) == "closed form by determinant"
     assert list(table[table.best].layer) == [2]
-    assert (table[table.best][["r2", "swap_r2"]] > 0.99).all(axis=None)
+    assert (table[table.best][["r2", "swap_r2", "step_r2"]] > 0.99).all(axis=None)
 
 
 @pytest.mark.parametrize(
