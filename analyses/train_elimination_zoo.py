@@ -67,7 +67,7 @@ def run(config: Config) -> pd.DataFrame:
     for label, settings in runs(config).items():
         names = [default_name(label, l1, seed) for l1 in settings.l1 for seed in settings.seeds]
         if not all((config.output / name / "training.json").is_file() for name in names):
-            work = config.output / ".training_several" / label
+            work = config.output / f".training_{label}"
             trained = train(settings, work, name=partial(_name, label))
             for model, name in zip(trained, names, strict=True):
                 save(model, config.output / name, **provenance(work / name))
