@@ -14,6 +14,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -74,22 +75,44 @@ def heatmap(
     The scale is [0, limit] or, signed, [-limit, limit], so that panels compare. Missing
     cells stay blank. `labels` has the text of each cell, the values themselves by default.
     """
-    sns.heatmap(
-        table,
-        ax=ax,
-        annot=len(table) <= 40 if labels is None else labels,
-        fmt=fmt if labels is None else "",
-        annot_kws={"size": 6},
+    values = table.to_numpy(dtype=float)
+    palette = sns.color_palette(DIVERGING if signed else SEQUENTIAL, as_cmap=True)
+    # Not sns.heatmap, which draws the whole figure once per heatmap to see if labels overlap.
+    mesh = ax.pcolormesh(
+        np.ma.masked_invalid(values),
         vmin=-limit if signed else 0,
         vmax=limit,
-        center=0 if signed else None,
-        cmap=DIVERGING if signed else SEQUENTIAL,
-        linewidths=0.3,
-        cbar=colorbar,
-        cbar_kws={"label": colorbar_label} if colorbar else None,
+        cmap=palette,
+        edgecolors="white",
+        linewidth=0.3,
     )
-    ax.set(xlabel="", ylabel="")
+    n_rows, n_columns = values.shape
+    if labels is None and n_rows <= 40:
+        labels = table.map(lambda value: "" if pd.isna(value) else format(value, fmt))
+    if labels is not None:
+        _write_cells(ax, labels.to_numpy(), mesh.to_rgba(mesh.get_array()))
+    ax.set(xlim=(0, n_columns), ylim=(n_rows, 0), xlabel="", ylabel="")
+    ax.set_yticks(np.arange(n_rows) + 0.5, table.index)
+    ax.set_xticks(np.arange(n_columns) + 0.5, table.columns, rotation=_rotation(ax, table.columns))
+    ax.spines[:].set_visible(False)
+    if colorbar:
+        bar = ax.figure.colorbar(mesh, ax=ax, label=colorbar_label)
+        bar.outline.set_visible(False)
     return ax
+
+
+def _write_cells(ax: Axes, texts: np.ndarray, colours: np.ndarray) -> None:
+    """Text in the middle of each cell, dark on light and light on dark."""
+    luminance = colours.reshape(*texts.shape, 4)[..., :3] @ (0.2126, 0.7152, 0.0722)
+    for (i, j), text in np.ndenumerate(texts):
+        ink = "0.15" if luminance[i, j] > 0.45 else "white"
+        ax.text(j + 0.5, i + 0.5, text, ha="center", va="center", color=ink, size=6)
+
+
+def _rotation(ax: Axes, names: pd.Index) -> int:
+    """Upright if the longest name is wider than a column (a letter takes about .05 inches)."""
+    column = ax.get_position().width * ax.figure.get_figwidth() / max(1, len(names))
+    return 90 if 0.05 * max(len(str(name)) for name in names) > column else 0
 
 
 def save_figure(figure: Figure, folder: Path, name: str, data: pd.DataFrame) -> list[Path]:

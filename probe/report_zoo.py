@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pandas as pd
 from scipy.stats import binomtest
 
+from probe.activations import site_label
 from probe.figures import TWO_COLUMNS, heatmap, new_axes
 from probe.page import Chart, Listing
 from probe.readout import read_out
 from probe.report_blocks import model_in_words, prompts_in_words
-from probe.sites import site_label
 from probe.survey import Trained
 from probe.survey_plots import path_panels, verdict_strip
 from probe.verdict import KINDS, NORMALIZATION, Verdict
@@ -87,7 +87,9 @@ def studied(zoo: Sequence[Trained], scores: pd.DataFrame) -> list[str | Listing]
                 "distribution": distribution,
                 "prompts": prompts_in_words(own[0].subject.prompts),
                 "models": len(group),
-                "steps": ", ".join(sorted({str(each.record.get("steps", "–")) for each in own})),
+                "training steps": ", ".join(
+                    sorted({str(each.record.get("steps", "–")) for each in own})
+                ),
                 "median MSE / variance": group.normalised_mse.median(),
                 "worst": group.normalised_mse.max(),
             }
@@ -124,7 +126,8 @@ def read_out_chart(zoo: Sequence[Trained], scores: pd.DataFrame, seed: int) -> C
         "at each layer-norm output: R² on fresh prompts, mean over coordinates.",
         "Models are sorted by verdict (n: closed form by normalization, m: closed form by another "
         "mechanism, u: undecided, o: anything else), then by division test. Rows that stay bright "
-        "through the last layer hold what the construction would hold.",
+        "through the last layer hold what the construction would hold; coordinates that hardly "
+        "vary lower the mean.",
         "Heatmap of read-out R² by model and site.",
     )
 

@@ -72,8 +72,10 @@ def path(scores: pd.DataFrame, measure: str, ax: Axes | None = None) -> Axes:
         ax.set_yscale("log")
     elif measure == "division_slope":
         ax.set_yscale("symlog")  # linear up to 1; single models overshoot tenfold
+        ax.set_yticks([-1, 0, 1, 10], ["−1", "0", "1", "10"])
     elif measure == "active_heads":
-        ax.yaxis.get_major_locator().set_params(integer=True)
+        most = int(scores[measure].max())
+        ax.set(yticks=range(most + 1), ylim=(-0.2, most + 0.3))
     else:
         ax.set_ylim(min(-0.05, ax.get_ylim()[0]), 1.05)
     return ax
