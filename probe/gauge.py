@@ -293,7 +293,7 @@ def _encode(tokens: Tensor) -> Tensor:
     eye = torch.eye(d, dtype=torch.float64)
     total = tokens.sum(1)  # √D times the component along 1
     norm = total.norm()
-    if norm < 1e-12 * tokens.norm():
+    if norm <= 1e-12 * tokens.norm():
         return eye
     rest = tokens - total[:, None] / d
     # total · (m + 1/D) is what the stream holds of it afterwards: minus the projection of the

@@ -43,6 +43,8 @@ from probe.weights import (
 )
 
 _READINGS = (0.5, 1.0, 0.0)
+# A construction reads its constant; a model that embeds none still gets one this large.
+_LEAST_CONSTANT = 0.05
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class ConstructionFamily:
             for *sizes, constant in (as_they_are, self._fit_units(reduced, used)):
                 # All signs at once are one symmetry, so the first may stay positive.
                 signs = itertools.product((1.0, -1.0), repeat=self.base.cfg.n_covariates)
+                constant = max(constant, _LEAST_CONSTANT)
                 for sign, reading, flip in itertools.product(signs, _READINGS, (1.0, -1.0)):
                     units = tuple(s * size for s, size in zip((1.0, *sign), sizes, strict=True))
                     found.append((units, flip * constant, flip * constant * used, reading))

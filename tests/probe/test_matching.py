@@ -262,6 +262,15 @@ def test_nearest_construction_finds_its_own_free_choices():
         assert found.reading == reading
 
 
+def test_every_model_has_a_nearest_construction():
+    family = ConstructionFamily.for_model(closed_form(N, 2).cfg)
+    weights = {n: torch.zeros_like(v) for n, v in weights_of(family.base).items()}
+    for learned in (weights, weights_of(closed_form(N, 2))):
+        learned["embed.b_E"][:] = 0  # no constant to read
+        found = family.nearest(learned, family.base.cfg)
+        assert family.model_of(found)(torch.ones(2, N + 1, 4)).isfinite().all()
+
+
 def test_every_member_of_the_family_computes_least_squares():
     family = ConstructionFamily.for_model(closed_form(N, exclude_query=True).cfg)
     prompts = sample_prompts(PromptConfig(n_context=N), 200, torch.Generator().manual_seed(0))
