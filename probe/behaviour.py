@@ -120,15 +120,18 @@ def distances(
 
 
 def further_measures(
-    predictor: Predictor, ladder: Ladder, prompts: Prompts, generator: torch.Generator
+    predictor: Predictor,
+    ladder: Ladder,
+    prompts: dict[str, Prompts],
+    generator: torch.Generator,
 ) -> pd.DataFrame:
-    """Line distance, sensitivity cosine and equivariance defects in distribution.
+    """Line distances under every condition; sensitivity and defects in distribution.
 
     Args:
         predictor: the model.
         ladder: the rivals to measure, none of which is always zero.
-        prompts: prompts in distribution.
-        generator: source of directions and resamples.
+        prompts: prompts by condition.
+        generator: source of queries, directions and resamples.
 
     Returns:
         As `distances`; defects of the model itself have the family "model".
@@ -141,24 +144,25 @@ def further_measures(
     model = pd.DataFrame([{"family": "model", "k": 0, "query_row": False}])
     with_model = pd.concat([model, index], ignore_index=True)
     tables = []
+    for name, batch in prompts.items():
+        lines = _induced_lines(everyone, batch, generator)
+        error = (lines[1:] - lines[0]).square().mean(2)
+        values = _over_variance(error, lines[0], generator)
+        tables.append(index.assign(measure="line distance", condition=name, **values))
 
-    lines = _induced_lines(everyone, prompts, generator)
-    error = (lines[1:] - lines[0]).square().mean(2)
-    spread = lines[0].flatten()
-    values = _over_variance(error, spread.reshape(len(prompts), -1), generator)
-    tables.append(index.assign(measure="line distance", **values))
-
-    gradients = _derivatives(everyone, prompts, generator)
+    here = prompts[IN_DISTRIBUTION]
+    gradients = _derivatives(everyone, here, generator)
     cosine = torch.nn.functional.cosine_similarity(gradients[1:], gradients[:1], dim=2)
     values = _mean(torch.nan_to_num(cosine), generator)
-    tables.append(index.assign(measure="sensitivity cosine", **values))
+    tables.append(index.assign(measure="sensitivity cosine", condition=IN_DISTRIBUTION, **values))
 
-    before = everyone(prompts)
-    for name, moved, expected in _moved(prompts):
+    before = everyone(here)
+    for name, moved, expected in _moved(here):
         change = everyone(moved) - expected(before)
         values = _ratio(change.square(), before.square(), generator)
-        tables.append(with_model.assign(measure=f"defect: {name}", **values))
-    return pd.concat(tables, ignore_index=True).assign(condition=IN_DISTRIBUTION)
+        named = {"measure": f"defect: {name}", "condition": IN_DISTRIBUTION}
+        tables.append(with_model.assign(**named, **values))
+    return pd.concat(tables, ignore_index=True)
 
 
 def separations(

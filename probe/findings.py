@@ -27,7 +27,7 @@ from probe.behaviour import (
     where_finite,
 )
 from probe.ladder import FAMILIES, Ladder, climb
-from probe.mechanism import DIVISION, SLOPE, division_evidence, probe_evidence
+from probe.mechanism import DIVISION, SLOPE, division_evidence, supporting_evidence
 from probe.predictor import Predictor
 
 # The algorithm each family of rivals stands for.
@@ -118,10 +118,8 @@ def gather(
     tables = [table, division]
     if thorough:
         informative = ladder.take(best.loc[best.algorithm != "zero", "row"])
-        here = batches[IN_DISTRIBUTION]
-        tables.append(further_measures(predictor, informative, here, generator))
-        if known and model.cfg.normalization != "none":
-            tables.append(probe_evidence(model, prompt_config, generator))
+        tables.append(further_measures(predictor, informative, batches, generator))
+        tables.append(supporting_evidence(model, prompt_config, generator))
 
     r2 = division[division.measure == DIVISION]
     at_best = r2.loc[r2.value.idxmax(), "condition"] if len(r2) else ""
@@ -134,8 +132,15 @@ def gather(
         division_slope=float(slope.value.iloc[0]) if len(r2) else None,
         division_layer=at_best,
         not_applicable=reason,
-        evidence=pd.concat([t for t in tables if len(t)], ignore_index=True),
+        evidence=_tidy(tables),
     )
+
+
+def _tidy(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """One table; rows that belong to no rival have no family, k and query_row."""
+    joined = pd.concat([table for table in tables if len(table)], ignore_index=True)
+    joined = joined.astype({"k": "Int64", "query_row": "boolean", "n_prompts": "Int64"})
+    return joined[["measure", "condition", *_RIVAL, "value", "ci_low", "ci_high", "n_prompts"]]
 
 
 def _select(

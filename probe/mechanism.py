@@ -13,12 +13,15 @@ import pandas as pd
 import torch
 
 from models.config import PromptConfig
+from models.constructed import closed_form
 from models.transformer import LinearAttentionTransformer
 from probe.division import division_test
 from probe.linear import fit_probes
+from probe.matching import align
 from probe.pivots import pivot_test
 
 DIVISION, SLOPE = "division R²", "division slope"
+PROBE, ALIGNMENT, ALIGNMENT_P = "probe R² of", "functional alignment", "functional alignment, p"
 _COLUMNS = ["measure", "condition", "value", "ci_low", "ci_high", "n_prompts"]
 _PAIRS = 2000
 _PROBE_PROMPTS = 4000
@@ -62,14 +65,19 @@ def division_evidence(
     return pd.DataFrame(rows).reindex(columns=_COLUMNS), ""
 
 
-def probe_evidence(
-    model: LinearAttentionTransformer, prompt_config: PromptConfig, generator: torch.Generator
+def supporting_evidence(
+    model: Any, prompt_config: PromptConfig, generator: torch.Generator
 ) -> pd.DataFrame:
-    """R² of a linear probe for V in the divisor of each layer norm, at the query.
+    """What the verdict quotes but does not rest on; empty for models without layer norm.
+
+    A linear probe for V in the divisor of each layer norm, at the query; and, for a model with
+    as many layers as the construction, its functional alignment to it with a p-value.
 
     Returns:
-        DataFrame with columns measure, condition (the site), value, ci_low, ci_high, n_prompts.
+        As `division_evidence`; alignments have no interval.
     """
+    if not isinstance(model, LinearAttentionTransformer) or model.cfg.normalization == "none":
+        return pd.DataFrame(columns=_COLUMNS)
     table = fit_probes(
         model,
         prompt_config,
@@ -80,5 +88,13 @@ def probe_evidence(
         generator=generator,
     )
     table = table[table.statistic.str.startswith("x_var")]
-    table = table.assign(measure="probe R² of " + table.statistic, n_prompts=_PROBE_PROMPTS)
-    return table.rename(columns={"site": "condition", "r2": "value"})[_COLUMNS]
+    table = table.assign(measure=f"{PROBE} " + table.statistic, n_prompts=_PROBE_PROMPTS)
+    probes = table.rename(columns={"site": "condition", "r2": "value"})[_COLUMNS]
+    p = prompt_config.n_covariates
+    if model.cfg.normalization != "branch" or model.cfg.n_layers != p + 1:
+        return probes
+    construction = closed_form(prompt_config.n_context, p)
+    found = align(model, construction, level="functional", prompt_config=prompt_config)
+    rows = [(ALIGNMENT, found.score), (ALIGNMENT_P, found.p_value)]
+    aligned = pd.DataFrame(rows, columns=["measure", "value"]).assign(condition="construction")
+    return pd.concat([probes, aligned.reindex(columns=_COLUMNS)], ignore_index=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from models.config import PromptConfig
 from probe.findings import Findings, gather
+from probe.mechanism import ALIGNMENT, ALIGNMENT_P, PROBE
 from probe.thresholds import THRESHOLDS
 
 NORMALIZATION = "closed form by normalization"
@@ -103,7 +104,8 @@ class Verdict:
     @property
     def words(self) -> str:
         """The verdict as a paragraph."""
-        text = " ".join([f"Verdict: {self.label}.", *self.decision.reasons])
+        support = _support(self.evidence) if self.kind == NORMALIZATION else ()
+        text = " ".join([f"Verdict: {self.label}.", *self.decision.reasons, *support])
         against = " ".join(self.decision.objections)
         return f"{text} Against it: {against}" if against else text
 
@@ -219,6 +221,20 @@ def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, 
     if r2 >= in_force and slope >= thresholds["division_slope"]:
         return NORMALIZATION, f"{found}: layer norm does the division."
     return UNDECIDED, f"{found}: too little to say that layer norm divides, too much to deny it."
+
+
+def _support(evidence: pd.DataFrame) -> tuple[str, ...]:
+    """What probes and alignment add to a closed form by normalization."""
+    probes = evidence[evidence.measure.str.startswith(PROBE)]
+    best = probes.loc[probes.value.idxmax()]
+    sentences = [f"A linear probe reads V from {best.condition} with R² {best.value:.2f}."]
+    aligned = evidence[evidence.measure.isin([ALIGNMENT, ALIGNMENT_P])].value.tolist()
+    if aligned:
+        score, p_value = aligned
+        sentences.append(
+            f"Functional alignment to the construction scores {score:.2f} (p = {p_value:.2g})."
+        )
+    return tuple(sentences)
 
 
 def _limits(

@@ -136,7 +136,7 @@ def test_further_measures_of_least_squares_and_newton(measured):
     )
     predictor = Predictor(lambda inputs: as_prompts(inputs).least_squares)
     table = further_measures(
-        predictor, ladder.take(chosen.index), batches[IN_DISTRIBUTION], seeded()
+        predictor, ladder.take(chosen.index), {IN_DISTRIBUTION: batches[IN_DISTRIBUTION]}, seeded()
     )
     value = table.set_index(["measure", "family", "k"]).value
     assert value["line distance", "least squares", 1] < 1e-20
@@ -158,7 +158,8 @@ def test_line_distance_of_a_model_that_is_no_line_in_the_query():
     def wiggling(inputs):
         return as_prompts(inputs).least_squares + 0.5 * torch.sin(40 * inputs[:, -1, 1])
 
-    table = further_measures(Predictor(wiggling), ladder.take(chosen), prompts, seeded())
+    here = {IN_DISTRIBUTION: prompts}
+    table = further_measures(Predictor(wiggling), ladder.take(chosen), here, seeded())
     distance = table.loc[table.measure == "line distance", "value"].item()
     plain = 0.125 / prompts.least_squares.var().item()
     assert distance < plain

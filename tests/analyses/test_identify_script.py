@@ -1,0 +1,120 @@
+"""The scripts of the verdict as a user runs them, on few prompts."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from models import LinearAttentionTransformer, ModelConfig, PromptConfig, save
+from probe import identify, load_subject
+from probe.thresholds import THRESHOLDS
+from probe.verdict import KINDS, NORMALIZATION
+
+ANALYSES = Path(__file__).parents[2] / "analyses"
+
+
+def run(script: str, *options: str, check: bool = True) -> subprocess.CompletedProcess:
+    command = [sys.executable, ANALYSES / script, *map(str, options)]
+    return subprocess.run(command, check=check, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return runpy.run_path(str(ANALYSES / "calibrate_verdict.py"))
+
+
+def test_identify_a_construction(tmp_path):
+    done = run(
+        "identify_algorithm.py",
+        *("--checkpoint", "constructed", "--n-prompts", "64", "--output", tmp_path),
+    )
+    assert "Verdict: closed form by normalization." in done.stdout
+    scores = pd.read_csv(tmp_path / "scores.csv")
+    assert {"distance", "division R²", "sensitivity cosine"} <= set(scores.measure)
+    record = json.loads((tmp_path / "run.json").read_text())
+    verdict = record["verdicts"]["constructed"]
+    assert verdict["label"] == NORMALIZATION
+    assert set(verdict["thresholds"]) == set(THRESHOLDS)
+    drawn = pd.read_csv(tmp_path / "figures" / "rival_distances.csv")
+    assert drawn.groupby("rival").condition.nunique().eq(9).all()
+
+
+def test_identify_a_folder_twice_gives_the_same_bytes(tmp_path):
+    model = LinearAttentionTransformer(ModelConfig(n_context=12), torch.Generator().manual_seed(3))
+    folder = save(model.double(), tmp_path / "mine", prompts=PromptConfig(n_context=12))
+    outputs = []
+    for name in ("first", "second"):
+        options = ("--checkpoint", folder, "--n-prompts", "64", "--output", tmp_path / name)
+        run("identify_algorithm.py", *options)
+        outputs.append((tmp_path / name / "scores.csv").read_bytes())
+    assert outputs[0] == outputs[1]
+    record = json.loads((tmp_path / "first" / "run.json").read_text())
+    assert record["verdicts"]["mine"]["label"] == "other"
+
+
+def test_an_unknown_checkpoint_exits_with_2(tmp_path):
+    options = ("--checkpoint", "nothing_of_that_name", "--output", tmp_path / "out")
+    done = run("identify_algorithm.py", *options, check=False)
+    assert done.returncode == 2
+    assert "nothing_of_that_name" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_zoo_figures():
+    script = runpy.run_path(str(ANALYSES / "identify_algorithm.py"))
+    subjects = [load_subject(name) for name in ("constructed", "gradient_descent")]
+    verdicts = {s.name: identify(s.model, s.prompts, n_prompts=64) for s in subjects}
+    table = script["overview"](verdicts)
+    assert table.verdict.tolist() == [NORMALIZATION, "gradient descent (2)"]
+    figures = script["zoo_figures"](subjects, verdicts)
+    assert set(figures) == {"scores", "verdicts_by_distribution"}
+    assert figures["verdicts_by_distribution"][1]["count"].sum() == 2
+
+
+# ---- calibration ------------------------------------------------------------------------
+
+
+def test_calibration_script_judges_oracles(tmp_path):
+    options = ("--every", "60", "--n-prompts", "64", "--jobs", "1", "--no-fit")
+    done = run("calibrate_verdict.py", *options, "--output", tmp_path)
+    scores = pd.read_csv(tmp_path / "scores.csv")
+    assert set(scores.half) == {"calibration", "held out"}
+    assert not ((scores.verdict == NORMALIZATION) & (scores.known != NORMALIZATION)).any()
+    assert "right" in done.stdout
+    counts = pd.read_csv(tmp_path / "figures" / "confusion.csv")
+    assert counts["count"].sum() == len(scores)
+    assert set(counts.verdict) == set(KINDS)
+
+
+def test_calibration_needs_every_kind_of_oracle(calibration):
+    with pytest.raises(ValueError, match="no oracle for"):
+        calibration["fit"]([])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [([0.0, 1.0], [4.0, 9.0], (2.0, 3.0)), ([0.0, 2.0], [1.0], (0.9, 2.1))],
+)
+def test_thresholds_stand_at_thirds_of_a_gap_or_around_an_overlap(calibration, low, high, expected):
+    np.testing.assert_allclose(calibration["between"](low, high), expected)
+
+
+def test_rewritten_thresholds_are_read_back(calibration, tmp_path):
+    changed = {**THRESHOLDS, "lead": 0.123, "distance": (0.01, 0.02)}
+    calibration["rewrite"](tmp_path / "thresholds.py", changed)
+    module = runpy.run_path(str(tmp_path / "thresholds.py"))
+    assert module["THRESHOLDS"] == changed
+    assert "coincide" in module["__doc__"]
+
+
+def test_thresholds_in_force_are_in_order():
+    for key in ("distance", "score", "division_r2"):
+        accept, reject = THRESHOLDS[key]
+        assert accept < reject
+    assert min(THRESHOLDS[key] for key in ("lead", "margin", "division_slope", "coincide")) > 0
