@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: all probe test lint zoo clean
+.PHONY: all probe test lint report zoo clean
 .DEFAULT_GOAL := all
 
 all: probe
@@ -18,6 +18,10 @@ test: $(READY)
 
 lint: $(READY)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+# The report on the shipped checkpoints (reports/zoo/report.html).
+report: $(READY)
+	@$(BIN)/python analyses/make_report.py --checkpoint zoo --output reports/zoo
 
 # Trains the shipped checkpoints anew (minutes on two cores).
 zoo: $(READY)

@@ -25,6 +25,7 @@ from models.training import default_name
 from probe import Subject, division_test, identify, load_subject
 from probe.figures import PALETTE, TWO_COLUMNS, heatmap
 from probe.reporting import Output, ScriptConfig, main
+from probe.thresholds import THRESHOLDS
 
 CLOSED_FORM = "closed form by normalization"
 CELL = ["x_mean_std", "x_log_scale", "l1"]
@@ -172,10 +173,11 @@ def _prompts(config: Config, mean_std: float, log_scale: float) -> PromptConfig:
 
 
 def _judged(folder: Path, config: Config) -> dict[str, object]:
-    """One row of the result; what was found is kept, and made anew only for other weights."""
+    """One row of the result; what was found is kept, until weights or thresholds change."""
     torch.set_num_threads(1)
     subject = load_subject(folder)
     asked = {"sha256": subject.sha256, "n_prompts": config.n_prompts, "seed": config.seed}
+    asked["thresholds"] = json.loads(to_json(THRESHOLDS))
     kept = config.work / "verdicts" / f"{folder.name}.json"
     found = json.loads(kept.read_text()) if kept.is_file() else {}
     if found.get("asked") != asked:
