@@ -17,6 +17,7 @@ _HOMES = {
     "coordinate_names": "models.constructed",
     "gradient_descent": "models.constructed",
     "determinant_form": "models.determinant",
+    "fraction_free_form": "models.determinant",
     "from_ahn": "models.published",
     "from_von_oswald": "models.published",
     "from_zhang": "models.published",

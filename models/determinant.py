@@ -25,20 +25,35 @@ on y, the other reads h at the query, z_1 at the key and writes S(z_1, x_1) ∝ 
 What limits it: p = 2, because adj(V) has degree p - 1 in V and this is one layer of
 products; Faddeev-LeVerrier, M <- V M - (tr V M / k) I, would take one layer more for each
 further covariate, as elimination does, but some p² heads in each (the products of a trace
-and a covariate do not factor). And D > p + 3 = 5: the last layer reads x_j or C_j along with
-z_j, y and a constant. A branch adds nothing along (1, .., 1), so a raw covariate embedded
-there stays readable and D = 6 suffices (z_1 overwrites x_1, and the other head reads S(x, y)
-for z). Four writable directions, D = 5, leave room for *fraction-free* elimination: layer 1
-turns x_2 into z_2 and x_1 into C_1 x_1, layer 2 divides
-x_1 C_1 S(z_2, x_2) + z_2 S(z_2, y) = V_11 det V (ŷ - ȳ) by S(z_2, z_2) = V_11 det V.
+and a covariate do not factor). And D = 7: the last layer reads x_j along with z_j, y and a
+constant. No construction with D = p + 3 = 5 that divides by det V alone is known here, and
+no proof that there is none.
+
+Fraction-free elimination (`fraction_free_form`)
+------------------------------------------------
+D = 5 is enough, with H = 5, to divide once and at the end by a multiple of det V. A branch
+writes nothing along (1, .., 1), so the raw x_2, embedded there as well, stays readable as
+the mean over coordinates; the others are read less that mean. Layer 1 turns x_2 into z_2 and
+x_1 into C_1 x_1 (three heads of products, two that remove the old values), layer 2 divides
+
+    x_1 C_1 S(z_2, x_2) + z_2 S(z_2, y)  =  V_11 det V (ŷ - ȳ)   by   S(z_2, z_2)  =  V_11 det V.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from models.config import ModelConfig
-from models.constructed import HEADROOM, Basis, blank, centre, n_keys, set_head
+from models.constructed import (
+    HEADROOM,
+    Basis,
+    blank,
+    centre,
+    coordinate_names,
+    n_keys,
+    set_head,
+)
 from models.transformer import LinearAttentionTransformer
 
 COORDINATES = ("x_1", "x_2", "y", "z_1", "z_2", "const", "spare")
@@ -61,23 +76,8 @@ def determinant_form(
     Raises:
         ValueError: if `n_context` is below 4 or `scale` not positive and finite.
     """
-    if n_context < 4:
-        raise ValueError(f"n_context={n_context} is too small for two covariates; give 4 or more")
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale={scale} must be positive and finite; try 100")
     basis = Basis(COORDINATES)
-    model = blank(
-        ModelConfig(
-            d_model=basis.d_model,
-            n_layers=3,
-            n_heads=2,
-            n_context=n_context,
-            n_covariates=2,
-            readout="query",
-            exclude_query=exclude_query,
-        )
-    )
-    centre(model, basis, scale)
+    model = _centred(basis, n_context, scale, exclude_query, n_heads=2)
     x_1, x_2, y, z_1, z_2 = (basis[name] for name in COORDINATES[:5])
     h = basis.half_difference
 
@@ -111,3 +111,83 @@ def determinant_form(
 
     model.unembed.W_U[-1] = -scale * y
     return model.to(dtype)
+
+
+def fraction_free_form(
+    n_context: int,
+    scale: float = 100.0,
+    exclude_query: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> LinearAttentionTransformer:
+    """The transformer that eliminates x_1 without dividing, then divides by V_11 det V.
+
+    Args:
+        n_context: N, at least 4.
+        scale: R, how small signals are beside constants; the error falls as R^-2.
+        exclude_query: keep the query row out of keys and values; exact up to R.
+        dtype: dtype of the weights.
+
+    Raises:
+        ValueError: if `n_context` is below 4 or `scale` not positive and finite.
+    """
+    basis = _BesideMean(coordinate_names(2))
+    model = _centred(basis, n_context, scale, exclude_query, n_heads=5)
+    raw = torch.full((basis.d_model,), 1 / basis.d_model, dtype=torch.float64)
+    for row, name in enumerate(("x_1", "x_2", "y"), start=1):
+        model.embed.W_E[row] = basis.write(name) / scale
+    model.embed.W_E[2] += 1 / scale
+    x_1, x_2, y = (basis[name] for name in ("x_1", "x_2", "y"))
+    to_x_1, to_x_2, to_y = (basis.write(name) for name in ("x_1", "x_2", "y"))
+    h = basis.half_difference
+
+    multiply = model.blocks[1].attn
+    clean = 1 + basis.gain
+    size = HEADROOM / n_keys(model)
+    products = size * scale**2 * clean**3 / basis.gain
+    both = torch.outer(y, to_x_1) - torch.outer(x_2, to_x_2)
+    set_head(multiply, 0, query=x_2, key=x_1, value=products * torch.outer(x_1, to_x_2))
+    set_head(multiply, 1, query=x_1, key=x_1, value=products * both)
+    remove = -size * clean / basis.gain
+    set_head(multiply, 2, query=x_1, key=h, value=remove * torch.outer(h, to_x_1))
+    set_head(multiply, 3, query=x_2, key=h, value=remove * torch.outer(h, to_x_2))
+    set_head(multiply, 4, query=h, key=h, value=size * torch.outer(h, basis.divisor))
+
+    divide = model.blocks[2].attn
+    size = HEADROOM * scale**2 / n_keys(model)
+    numerator = -size * (1 + 2 * basis.gain) / basis.gain
+    set_head(divide, 0, query=x_2, key=x_2, value=numerator * torch.outer(y, to_y))
+    set_head(divide, 1, query=x_1, key=x_2, value=numerator * torch.outer(raw, to_y))
+    set_head(divide, 2, query=h, key=x_2, value=size * torch.outer(x_2, basis.divisor))
+
+    model.unembed.W_U[-1] = -scale * y
+    return model.to(dtype)
+
+
+class _BesideMean(Basis):
+    """Reads coordinates less their mean, where another signal stands."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name) - 1 / self.d_model
+
+
+def _centred(
+    basis: Basis, n_context: int, scale: float, exclude_query: bool, n_heads: int
+) -> LinearAttentionTransformer:
+    """Three layers for two covariates, the first of them written."""
+    if n_context < 4:
+        raise ValueError(f"n_context={n_context} is too small for two covariates; give 4 or more")
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale={scale} must be positive and finite; try 100")
+    model = blank(
+        ModelConfig(
+            d_model=basis.d_model,
+            n_layers=3,
+            n_heads=n_heads,
+            n_context=n_context,
+            n_covariates=2,
+            readout="query",
+            exclude_query=exclude_query,
+        )
+    )
+    centre(model, basis, scale)
+    return model

@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from models import PromptConfig, closed_form, determinant_form, sample_prompts
+from models import (
+    PromptConfig,
+    closed_form,
+    determinant_form,
+    fraction_free_form,
+    sample_prompts,
+)
 from models.determinant import COORDINATES
 
 ORDERS = [order for p in (1, 2, 3) for order in itertools.permutations(range(1, p + 1))]
 MODELS = {
     "determinant": lambda n, **options: determinant_form(n, **options),
+    "fraction free": lambda n, **options: fraction_free_form(n, **options),
     "x_1 first": lambda n, **options: closed_form(n, 2, **options),
     "x_2 first": lambda n, **options: closed_form(n, 2, order=(2, 1), **options),
 }
@@ -89,6 +96,21 @@ def test_determinant_coordinates_hold_what_the_derivation_says(generator):
     torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-4, atol=0)
 
 
+def test_fraction_free_divides_once_by_a_multiple_of_the_determinant(generator):
+    prompts = draw(generator)
+    model = fraction_free_form(12, scale=1e4, exclude_query=True)
+    assert (model.cfg.d_model, model.cfg.n_layers) == (5, 3)
+    assert math.sqrt(relative_mse(model, prompts)) < 1e-5
+    _, cache = model.run_with_cache(prompts.inputs)
+    pivot = prompts.x_cov[:, 0, 0] * torch.linalg.det(prompts.x_cov)
+    for layer, divisor in ((1, torch.ones_like(pivot)), (2, pivot)):
+        ratio = cache[f"blocks.{layer}.ln1_post.hook_scale"][:, -1, 0] / divisor
+        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-3, atol=0)
+    # The raw x_2 stands along (1, .., 1) in every layer.
+    means = 1e4 * cache["blocks.2.hook_resid_post"].mean(2)
+    torch.testing.assert_close(means, prompts.inputs[..., 2], rtol=1e-6, atol=1e-6)
+
+
 def test_determinant_predicts_on_any_length_and_in_float32(generator):
     prompts = draw(generator, n_context=300)
     model = determinant_form(20, scale=1e3, dtype=torch.float32)
@@ -106,6 +128,7 @@ def test_determinant_predicts_on_any_length_and_in_float32(generator):
         (lambda: closed_form(9, 3, order=(1, 2, 2)), r"order=\(1, 2, 2\)"),
         (lambda: determinant_form(3), "n_context=3"),
         (lambda: determinant_form(9, scale=0.0), "scale=0.0"),
+        (lambda: fraction_free_form(3), "n_context=3"),
     ],
 )
 def test_impossible_constructions_are_refused(build, message):
