@@ -12,6 +12,7 @@ from models import (
     PromptConfig,
     closed_form,
     determinant_form,
+    fraction_free_form,
     gradient_descent,
     sample_prompts,
 )
@@ -118,6 +119,16 @@ def test_determinant_is_recovered():
     assert pivot_label(table) == "closed form by determinant"
     assert list(table[table.best].layer) == [2]
     assert (table[table.best][["r2", "swap_r2", "step_r2"]] > 0.99).all(axis=None)
+
+
+def test_fraction_free_elimination_counts_as_determinant_but_for_its_slope():
+    # It divides by V_1 det_12, which is no candidate: det_12 is nearest, and not proportional.
+    table = run(fraction_free_form(40, scale=1e4, exclude_query=True), 2)
+    assert pivot_label(table) == "closed form by determinant"
+    best = table[table.best].iloc[0]
+    assert (best.layer, best.candidate) == (2, "det_12")
+    assert 0.8 < best.r2 < 0.95
+    assert best.slope > 1.3
 
 
 @pytest.mark.parametrize(
