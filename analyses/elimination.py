@@ -3,9 +3,10 @@
 Every shipped checkpoint of several covariates is put to the pivot test: which pivot does each
 layer norm divide by, and does the layer's output perform that step? The labels are counted by
 l1 penalty, by correlation of the training prompts and by width; untrained models and the
-constructions go through the same test. Figures show one model's coordinates turning into
-residualised covariates, layer by layer, its scales against every pivot, and the error of each
-class against the condition number of the covariates, beside rivals of the same depth.
+constructions go through the same test, and models of other correlations once more on the
+prompts of p2, so that a difference cannot come from the test. Figures show one model's
+coordinates turning into residualised covariates, layer by layer, its scales against every
+pivot, and the error of each class against the condition number, beside rivals of equal depth.
 """
 
 import json
@@ -14,12 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pydantic import Field
 from scipy.stats import binomtest, fisher_exact
 from torch import Tensor
@@ -36,24 +33,36 @@ from models.checkpoint import checkpoint_folder
 from probe import load_subject, pivot_label, pivot_test, read_out
 from probe.algorithms import Problem
 from probe.elimination import coordinate_correlations, held_residuals
-from probe.figures import PALETTE, TWO_COLUMNS, heatmap
+from probe.elimination_figures import (
+    coordinates_figure,
+    errors_figure,
+    pivots_figure,
+    shares_figure,
+)
 from probe.ladder import FAMILIES, tune
+from probe.pivots import pivot_points
 from probe.reporting import AnalysisConfig, Output, main
 
 CLASSES = ("elimination", "determinant", "neither")
-COLOURS = dict(zip(CLASSES, PALETTE, strict=False))
 RIVALS = ("GD", "GD++", "Newton")
 # Runs in the order of figures; variants of p2 differ from it at one penalty.
-GROUPS = ("p2_corr0", "p2", "p2_corr95", "p2_d7", "p3")
+GROUPS = ("p2_corr0", "p2", "p2_corr95", "p2_d7", "p3", "p3_corr95")
 EXPERIMENT_L1 = 1e-3
 # Pairs of sets of models (run, penalty) that differ in one respect.
 CONTRASTS = {
     "correlation 0 against 0.95": (("p2_corr0", EXPERIMENT_L1), ("p2_corr95", EXPERIMENT_L1)),
+    "the same, all on p2 prompts": (
+        ("p2_corr0 on p2", EXPERIMENT_L1),
+        ("p2_corr95 on p2", EXPERIMENT_L1),
+    ),
     "correlation 0 against 0.8": (("p2_corr0", EXPERIMENT_L1), ("p2", EXPERIMENT_L1)),
     "correlation 0.8 against 0.95": (("p2", EXPERIMENT_L1), ("p2_corr95", EXPERIMENT_L1)),
     "width 5 against 7": (("p2", EXPERIMENT_L1), ("p2_d7", EXPERIMENT_L1)),
     "penalty 1e-4 against 3e-3": (("p2", 1e-4), ("p2", 3e-3)),
 }
+P2_PROMPTS = PromptConfig(
+    n_context=40, n_covariates=2, x_log_scale=0.7, x_mean_std=1.0, x_correlation=0.8
+)
 # Rivals and models meet here, where covariances are worse conditioned than in training.
 HARD_CORRELATION = 0.98
 UNTRAINED = 6
@@ -106,9 +115,9 @@ def run(config: Config) -> Output:
     shown_model = load_subject(config.checkpoint)
     names = config.names or [name for name in available() if _n_covariates(name) > 1]
     studied = [_trained(name) for name in names]
-    controls = list(_controls(next(s.prompts for s in studied if s.prompts.n_covariates == 2)))
+    others = [*_on_common_prompts(studied), *_controls()]
     tables, rows = [], []
-    for each in [*studied, *controls]:
+    for each in [*studied, *others]:
         generator = torch.Generator().manual_seed(config.seed)
         pivots = pivot_test(
             each.model, each.prompts, n_prompts=config.n_prompts, generator=generator
@@ -118,17 +127,23 @@ def run(config: Config) -> Output:
     models = pd.DataFrame(rows)
     scores = pd.concat(tables).merge(models[["model", "l1", "class", "label", "norm. MSE"]])
     shares = count(models)
-    errors = condition_errors([*studied, *controls], models, config)
+    errors = condition_errors([*studied, *others], models, config)
     coordinates = _coordinates(shown_model.model, shown_model.prompts, config.seed)
     pivots = scores[scores.model == config.checkpoint]
     untrained = scores[scores.group == "untrained"]
+    by_penalty = shares[(shares.group == "p2") & (shares.by != "all")]
+    by_run = shares[(shares.by == f"l1 {EXPERIMENT_L1:g}") & shares.group.isin(GROUPS)]
+    by_run = by_run.sort_values("group", key=lambda group: group.map(GROUPS.index))
     figures = {
-        "shares": (shares_figure(shares), shares),
+        "shares": (shares_figure(by_penalty, by_run), shares),
         "coordinates": (coordinates_figure(coordinates), coordinates),
         "errors": (errors_figure(errors), errors),
     }
     if len(pivots):
-        figures["pivots"] = (pivots_figure(pivots, untrained), pivots)
+        points = pivot_points(
+            shown_model.model, shown_model.prompts, torch.Generator().manual_seed(config.seed)
+        )
+        figures["pivots"] = (pivots_figure(pivots, points, untrained), points)
     notes = [
         f"{row.group} {row.by}: {row['class']} {row.models} of {row.of} "
         f"({row.share:.0%}, 95 % {row.low:.0%} to {row.high:.0%})"
@@ -138,7 +153,7 @@ def run(config: Config) -> Output:
         notes.append(f"{name}: " + ", ".join(f"{kind} p = {p:.3f}" for kind, p in row.items()))
     notes.append("read-out: the order whose residuals explain the coordinates best (eliminators)")
     notes.append("layer k: pivot with the largest R² of its scale, R²; then R² as a step (causal)")
-    sha256 = {s.name: s.sha256 for s in studied} | {config.checkpoint: shown_model.sha256}
+    sha256 = {each.name: each.sha256 for each in studied} | {config.checkpoint: shown_model.sha256}
     return Output(scores, models.drop(columns="class"), figures, sha256, tuple(notes))
 
 
@@ -169,12 +184,11 @@ def contrasts(models: pd.DataFrame) -> pd.DataFrame:
     for name, sides in CONTRASTS.items():
         members = [models[(models.group == group) & (models.l1 == l1)] for group, l1 in sides]
         if all(len(part) for part in members):
-            rows[name] = {
-                kind: fisher_exact(
-                    [[n := int((part["class"] == kind).sum()), len(part) - n] for part in members]
-                ).pvalue
-                for kind in CLASSES[:2]
-            }
+            rows[name] = {}
+            for kind in CLASSES[:2]:
+                found = [int((part["class"] == kind).sum()) for part in members]
+                counts = [[n, len(part) - n] for n, part in zip(found, members, strict=True)]
+                rows[name][kind] = fisher_exact(counts).pvalue
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
@@ -191,7 +205,7 @@ def condition_errors(studied: list[Studied], models: pd.DataFrame, config: Confi
         over the variance of least squares), low, high (over models; NaN for one).
     """
     pairs = [s for s in studied if s.group in ("p2", "constructed", "untrained")]
-    hard = pairs[0].prompts.model_copy(update={"x_correlation": HARD_CORRELATION})
+    hard = P2_PROMPTS.model_copy(update={"x_correlation": HARD_CORRELATION})
     generator = torch.Generator().manual_seed(config.seed + 1)
     prompts = sample_prompts(hard, 4 * config.n_prompts, generator)
     condition = torch.linalg.cond(prompts.x_cov)
@@ -227,103 +241,6 @@ def condition_errors(studied: list[Studied], models: pd.DataFrame, config: Confi
     return pd.DataFrame(rows)
 
 
-def shares_figure(shares: pd.DataFrame) -> Figure:
-    """Shares by penalty (p2) on the left, by training distribution and width on the right."""
-    drawing, (left, right) = plt.subplots(1, 2, figsize=(TWO_COLUMNS, 2.6), sharey=True)
-    by_penalty = shares[(shares.group == "p2") & (shares.by != "all")]
-    draw_shares(by_penalty, "by", left).set_xlabel("l1 penalty (p2)")
-    one_penalty = shares[(shares.by == f"l1 {EXPERIMENT_L1:g}") & shares.group.isin(GROUPS)]
-    draw_shares(one_penalty.sort_values("group", key=lambda g: g.map(GROUPS.index)), "group", right)
-    right.set_xlabel(f"run (l1 {EXPERIMENT_L1:g})")
-    left.set_ylabel("share of models")
-    left.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.2), ncols=3)
-    return drawing
-
-
-def draw_shares(shares: pd.DataFrame, axis: str, ax: Axes) -> Axes:
-    """Points with intervals, one colour per class, at each value of a column."""
-    places = list(dict.fromkeys(shares[axis]))
-    for offset, kind in zip((-0.2, 0.0, 0.2), CLASSES, strict=True):
-        part = shares[shares["class"] == kind]
-        x = [places.index(value) + offset for value in part[axis]]
-        bars = np.abs(part[["low", "high"]].to_numpy().T - part.share.to_numpy())
-        style = {"fmt": "o", "ms": 3, "lw": 1, "color": COLOURS[kind], "label": kind}
-        ax.errorbar(x, part.share, yerr=bars, **style)
-    counts = shares.drop_duplicates(axis).set_index(axis)["of"]
-    labels = [f"{str(place).removeprefix('l1 ')}\n({counts[place]})" for place in places]
-    ax.set_xticks(range(len(places)), labels)
-    ax.set_ylim(-0.03, 1.03)
-    return ax
-
-
-def coordinates_figure(coordinates: pd.DataFrame) -> Figure:
-    """Above: coordinates against residuals, layer by layer; below: what can be read at all."""
-    layers = sorted(coordinates.layer.unique())
-    drawing, axes = plt.subplots(
-        2, len(layers), figsize=(TWO_COLUMNS, 3.6), sharey="row", height_ratios=(3, 1)
-    )
-    kinds = coordinates.groupby("kind")
-    for column, layer in enumerate(layers):
-        title = "embedding" if layer < 0 else f"after block {layer}"
-        for row, (kind, value) in enumerate(
-            (("coordinate", "correlation"), ("linear readout", "r2"))
-        ):
-            part = kinds.get_group(kind)
-            wide = part[part.layer == layer].pivot(
-                index="coordinate", columns="quantity", values="value"
-            )
-            signed = value == "correlation"
-            ax = heatmap(wide, axes[row, column], signed=signed, fmt=".1f", colorbar=False)
-            ax.tick_params(axis="x", rotation=90)
-        axes[0, column].set_title(title)
-    axes[0, 0].set_ylabel("coordinate\n(correlation)")
-    axes[1, 0].set_ylabel("all (R²)")
-    return drawing
-
-
-def pivots_figure(pivots: pd.DataFrame, untrained: pd.DataFrame) -> Figure:
-    """R² of the scale on every candidate per layer, beside the step and two controls."""
-    layers = sorted(pivots.layer.unique())
-    drawing, axes = plt.subplots(
-        1, len(layers), figsize=(TWO_COLUMNS, 2.6), sharey=True, squeeze=False
-    )
-    for ax, layer in zip(axes[0], layers, strict=True):
-        part = pivots[pivots.layer == layer]
-        places = np.arange(len(part))
-        bars = np.abs(part[["ci_low", "ci_high"]].to_numpy().T - part.r2.to_numpy())
-        ax.bar(places, part.r2, yerr=bars, color=PALETTE[0], width=0.4, label="scale")
-        ax.bar(places + 0.4, part.step_r2, color=PALETTE[1], width=0.4, label="step (causal)")
-        controls = untrained[untrained.layer == layer].groupby("candidate").r2.max()
-        if len(controls):
-            highest = controls.reindex(part.candidate)
-            ax.plot(places, highest, "k_", ms=8, label="untrained, largest")
-        ax.plot(places, part.shuffled_r2, "x", color=PALETTE[5], ms=3, label="shuffled")
-        ax.set_xticks(places + 0.2, part.candidate, rotation=60)
-        best = part[part.best].candidate.tolist()
-        ax.set(title=f"layer {layer}: {best[0] if best else 'none'}", ylim=(0, 1))
-    axes[0, 0].set_ylabel("R²")
-    axes[0, 0].legend(frameon=False, loc="upper left")
-    return drawing
-
-
-def errors_figure(errors: pd.DataFrame) -> Figure:
-    """Error against condition number: classes solid, with the range of models, rivals dashed."""
-    drawing, ax = plt.subplots(figsize=(TWO_COLUMNS / 1.6, 2.8))
-    for colour, (who, line) in zip(PALETTE * 2, errors.groupby("who", sort=False), strict=False):
-        rival = "steps" in who
-        models = line.models.iloc[0]
-        label = who if models == 1 else f"{who} ({models})"
-        dashes = "--" if rival else "-"
-        ax.plot(line.condition, line.error, dashes, color=colour, marker=".", lw=1, label=label)
-        if models > 1:
-            ax.fill_between(line.condition, line.low, line.high, color=colour, alpha=0.15, lw=0)
-    ax.set(xscale="log", yscale="log", xlabel="condition number of the covariance of x")
-    ax.xaxis.set_minor_formatter("")
-    ax.set_ylabel("MSE / variance of target")
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return drawing
-
-
 def _trained(name: str) -> Studied:
     subject = load_subject(name)
     label = re.sub(r"_l1_.*", "", name)
@@ -335,8 +252,17 @@ def _n_covariates(name: str) -> int:
     return load_subject(name).prompts.n_covariates
 
 
-def _controls(prompts: PromptConfig) -> Iterator[Studied]:
-    """Constructions and untrained models of two covariates."""
+def _on_common_prompts(studied: list[Studied]) -> Iterator[Studied]:
+    """Models trained on other correlations, on the prompts of p2."""
+    for each in studied:
+        if each.group in ("p2_corr0", "p2_corr95"):
+            name, group = f"{each.name} on p2", f"{each.group} on p2"
+            yield Studied(name, group, each.l1, each.model, P2_PROMPTS)
+
+
+def _controls() -> Iterator[Studied]:
+    """Constructions and untrained models of two covariates, on the prompts of p2."""
+    prompts = P2_PROMPTS
     for name, build in CONSTRUCTED.items():
         model = build(prompts.n_context)
         yield Studied(name, "constructed", float("nan"), model, prompts)

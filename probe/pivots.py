@@ -177,6 +177,31 @@ def pivot_test(
     return table.assign(best=readable & ahead & ~behind)
 
 
+@torch.no_grad()
+def pivot_points(
+    model: LinearAttentionTransformer,
+    prompt_config: PromptConfig,
+    generator: torch.Generator,
+    n_prompts: int = 1000,
+) -> pd.DataFrame:
+    """Layer-norm scale at the query beside every candidate, prompt by prompt.
+
+    Returns:
+        DataFrame with columns layer, candidate, prompt, value, scale (in units of the layer's
+        median).
+    """
+    prompts = sample_prompts(prompt_config, n_prompts, generator)
+    frames = []
+    for layer in range(model.cfg.n_layers):
+        site = f"blocks.{layer}.ln1_post.hook_scale"
+        scale = collect(model, prompts.inputs, site)[site][:, -1, 0].double()
+        for pivot in candidates(prompts.n_covariates):
+            columns = {"layer": layer, "candidate": pivot.name, "prompt": range(n_prompts)}
+            columns |= {"value": pivot.value(prompts.x_cov), "scale": scale / scale.median()}
+            frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True)
+
+
 def pivot_label(table: pd.DataFrame) -> str | None:
     """The algorithm that a `pivot_test` spells out.
 

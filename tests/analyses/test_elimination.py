@@ -35,6 +35,8 @@ def test_trained_and_constructed_models_get_their_labels(output):
     assert labels["construction (x2, x1)"] == "elimination (x2, x1)"
     assert labels[DETERMINANT] == labels["construction, determinant"]
     assert labels[DETERMINANT] == "closed form by determinant"
+    # Trained on correlations up to 0.95, tested up to 0.8.
+    assert labels[f"{ELIMINATOR} on p2"] == labels[ELIMINATOR]
     untrained = labels[labels.index.str.startswith("untrained")]
     assert len(untrained) == 6
     assert (untrained == "–").all()
@@ -117,7 +119,7 @@ def test_training_makes_the_shipped_names(tmp_path):
     names = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
     assert "p2_l1_1e-4_seed0" in names
     assert "p3_l1_1e-3_seed0" in names
-    assert len(names) == 8
+    assert len(names) == 10
     record = json.loads((tmp_path / "p2_corr95_l1_1e-3_seed0" / "training.json").read_text())
     assert record["prompts"]["x_correlation"] == 0.95
     assert TrainConfig(**record["training"]).model.n_layers == 3
