@@ -129,7 +129,7 @@ def probe_blocks(
         "probes",
         probe_heatmaps(table),
         table,
-        f"R² of linear probes for six statistics at every site ({who}), the strongest of three "
+        f"R² of linear probes for each statistic at every site ({who}), the strongest of three "
         f"controls, and the difference. {n:,} prompts to fit, as many fresh ones to score; query "
         "token, head states whole.",
         "A statistic is there because of training only where selectivity (right) is high: x̄ and ȳ "
