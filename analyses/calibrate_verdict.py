@@ -9,6 +9,7 @@ import dataclasses
 import pprint
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from pydantic import Field
 
 import probe.thresholds
 from probe.figures import TWO_COLUMNS
-from probe.findings import FLOOR, Findings, gather
+from probe.findings import Findings, gather
 from probe.oracles import Oracle, oracles
 from probe.reporting import Output, ScriptConfig, main
 from probe.thresholds import THRESHOLDS
@@ -76,12 +77,14 @@ def run(config: Config) -> Output:
         for index in range(len(chosen))
     )
     cases = list(zip(chosen, findings, strict=True))
+    scores = pd.DataFrame([measured(case) for case in cases])
+    scores.insert(0, "half", [HALVES[i % 2] for i in range(len(cases))])
     thresholds = THRESHOLDS
     if config.fit:
-        thresholds = fit(cases[::2])
+        thresholds = fit(scores[scores.half == HALVES[0]])
         rewrite(config.table or TABLE, thresholds)
-    scores = pd.DataFrame([judge(case, thresholds) for case in cases])
-    scores.insert(0, "half", [HALVES[i % 2] for i in range(len(cases))])
+    verdicts = pd.DataFrame([judge(case, thresholds) for case in cases])
+    scores = pd.concat([scores, verdicts], axis=1)
     figure, axes = plt.subplots(2, 1, figsize=(TWO_COLUMNS, 6.5))
     for ax, half in zip(axes, HALVES, strict=True):
         confusion_heatmap(confusion(scores[scores.half == half]), ax)
@@ -104,25 +107,28 @@ def measure(seed: int, index: int, n_prompts: int) -> Findings:
     return dataclasses.replace(findings, evidence=findings.evidence.iloc[:0])
 
 
-def judge(case: Case, thresholds: dict) -> dict:
-    """The verdict on one oracle, beside what it deserves."""
+def measured(case: Case) -> dict:
+    """What thresholds are fitted on, as one row."""
     oracle, findings = case
-    decision = decide(findings, thresholds)
     best = findings.best.set_index("algorithm")
-    named = decision.named
     return {
         "oracle": oracle.name,
         "group": oracle.group,
         "known": oracle.kind,
-        "verdict": decision.kind,
-        "right": decision.kind == oracle.kind,
         "known_k": oracle.k,
-        "k": named.k if oracle.k and decision.kind == oracle.kind else None,
-        "distance": named.distance,
         **{f"score: {name}": score for name, score in best.score.items()},
         "division_r2": findings.division_r2,
         "division_slope": findings.division_slope,
     }
+
+
+def judge(case: Case, thresholds: dict) -> dict:
+    """The verdict on one oracle, beside what it deserves."""
+    oracle, findings = case
+    decision = decide(findings, thresholds)
+    right = decision.kind == oracle.kind
+    k = decision.named.k if oracle.k and right else None
+    return {"verdict": decision.kind, "right": right, "k": k, "distance": decision.named.distance}
 
 
 def confusion(scores: pd.DataFrame) -> pd.DataFrame:
@@ -147,70 +153,60 @@ def summary(scores: pd.DataFrame) -> dict[str, str]:
     return result
 
 
-def fit(cases: list[Case]) -> dict:
+def fit(scores: pd.DataFrame) -> dict:
     """Thresholds that separate the known answers with room on both sides.
+
+    Args:
+        scores: rows of `measured`.
 
     Raises:
         ValueError: if a kind of oracle is missing.
     """
-    missing = set(KINDS) - {UNDECIDED} - {oracle.kind for oracle, _ in cases}
+    missing = set(KINDS) - {UNDECIDED} - set(scores.known)
     if missing:
         raise ValueError(f"no oracle for {', '.join(sorted(missing))}; use a smaller --every")
-    tables = [(oracle.kind, findings.best.set_index("algorithm")) for oracle, findings in cases]
-    own = pd.DataFrame([best.loc[ALGORITHM[kind]] for kind, best in tables if kind != OTHER])
+    rivals = scores[[f"score: {name}" for name in ALGORITHMS]].set_axis(ALGORITHMS, axis=1)
+    nearest = rivals.min(axis=1)
     # Constant and mean predictions have rivals of their own, which flexible ones can imitate.
-    nearest = pd.DataFrame(
-        [
-            best.loc[list(ALGORITHMS)].sort_values("score").iloc[0]
-            for kind, best in tables
-            if kind == OTHER
-            and best.score[list(TRIVIAL)].min() > best.score[list(ALGORITHMS)].min() + GUARD
-        ]
-    )
-    distance = between(np.log10(own.distance.clip(FLOOR)), np.log10(nearest.distance))
-    # Scores need to exclude only what distances leave; a score of 0 explains nothing.
-    left = nearest[np.log10(nearest.distance) < distance[1]]
-    short, leads, margins = [], [], []
-    for kind, best in tables:
-        if kind == OTHER:
-            continue
-        scores = best.score[list(ALGORITHMS)]
-        score = scores[ALGORITHM[kind]]
-        if ALGORITHM[kind] == LEAST_SQUARES:
-            short.append(score - scores.min())
-            margins.append(scores[DESCENT] - score)
-        else:
-            leads.append(scores[LEAST_SQUARES] - score)
-            margins.append(scores.drop(ALGORITHM[kind]).min() - score)
-    division = pd.DataFrame(
-        [(oracle.kind, f.division_r2, f.division_slope) for oracle, f in cases],
-        columns=["kind", "r2", "slope"],
-    ).dropna()
-    in_force = division[division.kind == NORMALIZATION]
+    trivial = scores[[f"score: {name}" for name in TRIVIAL]].min(axis=1)
+    unknown = nearest[(scores.known == OTHER) & (trivial > nearest + GUARD)]
+
+    named = rivals[scores.known != OTHER]
+    names = scores.known.map(ALGORITHM)[named.index]
+    is_own = names.to_numpy()[:, None] == np.array(ALGORITHMS)
+    own, others = named.where(is_own).max(axis=1), named.mask(is_own)
+    closed = names == LEAST_SQUARES
+    short = (own - others.min(axis=1))[closed]
+    ahead = (named[LEAST_SQUARES] - own)[~closed]
+    # Newton and ridge do not count against least squares, their limit.
+    margins = others[DESCENT].where(closed, others.min(axis=1)) - own
+
+    in_force = scores[scores.known == NORMALIZATION]
     # Ridge written into weights divides by layer norm as well.
-    absent = division[~division.kind.isin([NORMALIZATION, RIDGE])]
+    absent = scores[~scores.known.isin([NORMALIZATION, RIDGE])].dropna(subset="division_r2")
     return {
-        "distance": tuple(float(f"{10**value:.3g}") for value in distance),
-        "score": between(own.score, [*left.score, 0.0]),
-        "lead": round(float(max(short) + min(leads)) / 2, 3),
+        "score": between(own, unknown),
+        "lead": round(float(short.max() + ahead.min()) / 2, 3),
         # Half the smallest margin seen: room for models less exact than the oracles.
-        "margin": round(float(max(min(margins), 0)) / 2, 3),
-        "division_r2": between(absent.r2, in_force.r2),
-        "division_slope": round(float(in_force.slope.min()) / 2, 3),
+        "margin": round(float(max(margins.min(), 0)) / 2, 3),
+        "division_r2": between(absent.division_r2, in_force.division_r2),
+        "division_slope": round(float(in_force.division_slope.min()) / 2, 3),
         "coincide": THRESHOLDS["coincide"],
     }
 
 
 def between(low: Iterable[float], high: Iterable[float]) -> tuple[float, float]:
-    """Thirds of the gap between the largest of `low` and the smallest of `high`.
+    """Thirds of the gap in which `low` and `high` are best kept apart.
 
-    Where they overlap, nothing is certain from GUARD below the overlap to GUARD above it.
+    The gap is the one with the fewest values of either on the wrong side, and the widest of
+    those.
     """
-    bottom, top = float(np.max(list(low))), float(np.min(list(high)))
-    if bottom >= top:
-        return round(top - GUARD, 3), round(bottom + GUARD, 3)
+    low, high = np.sort(list(low)), np.sort(list(high))
+    edges = np.unique(np.concatenate([low, high]))
+    gaps = [((low > a).sum() + (high < b).sum(), a - b, a, b) for a, b in pairwise(edges)]
+    _, _, bottom, top = min(gaps)
     third = (top - bottom) / 3
-    return round(bottom + third, 3), round(top - third, 3)
+    return round(float(bottom + third), 3), round(float(top - third), 3)
 
 
 def rewrite(path: Path, thresholds: dict) -> None:

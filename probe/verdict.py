@@ -6,8 +6,8 @@
    and one half averaged over the shifts. Least squares is the limit of Newton and gradient
    descent (k → ∞) and of ridge (λ → 0), which can therefore always come close to it: one of them
    is named only where it beats least squares by `lead` decades.
-2. The named algorithm must describe the model: distance in distribution and score at or below
-   their thresholds. Where no algorithm does, the answer is "other".
+2. The named algorithm must describe the model, by a score low enough. Where no algorithm does,
+   the answer is "other".
 3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
    Newton and ridge do not count against least squares: step 1 has settled them.
 4. Least squares is "by normalization" if the division test is in force at some layer, and of
@@ -167,14 +167,14 @@ def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
     lead = scores[LEAST_SQUARES] - scores[top]
     named = best.loc[top if lead >= thresholds["lead"] else LEAST_SQUARES]
     trivial = best.loc[best.score[list(TRIVIAL)].idxmin()]
-    described = _description(named, thresholds)
-    if described == "no":
+    described, excluded = thresholds["score"]
+    if named.score >= excluded:
         return Decision(OTHER, named, (_describes(named, nearest=True), "None describes it."), ())
     if trivial.score <= named.score + thresholds["margin"]:
         return Decision(OTHER, trivial, (f"It predicts the {trivial.algorithm}.",), ())
     worst = f"At worst, {named.worst_condition}, it leaves {named.worst:.1e}."
     reasons = (_describes(named), worst)
-    if described == "unsure":
+    if named.score > described:
         why = "That is neither close enough to name it nor far enough to rule it out."
         return Decision(UNDECIDED, named, (*reasons, why), ())
 
@@ -195,15 +195,6 @@ def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
         return Decision(named.algorithm, named, (*reasons, ahead), objections)
     kind, mechanism = _mechanism(findings, thresholds)
     return Decision(kind, named, (*reasons, ahead, mechanism), objections)
-
-
-def _description(named: pd.Series, thresholds: Mapping[str, Any]) -> str:
-    """Whether a rival describes the model: "yes", "no" or "unsure"."""
-    values = {"distance": named.distance, "score": named.score}
-    if any(value >= thresholds[key][1] for key, value in values.items()):
-        return "no"
-    accepted = all(value <= thresholds[key][0] for key, value in values.items())
-    return "yes" if accepted else "unsure"
 
 
 def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, str]:

@@ -94,19 +94,23 @@ def test_calibration_script_judges_oracles(tmp_path):
 
 def test_calibration_needs_every_kind_of_oracle(calibration):
     with pytest.raises(ValueError, match="no oracle for"):
-        calibration["fit"]([])
+        calibration["fit"](pd.DataFrame({"known": [NORMALIZATION]}))
 
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [([0.0, 1.0], [4.0, 9.0], (2.0, 3.0)), ([0.0, 2.0], [1.0], (0.9, 2.1))],
+    [
+        ([0.0, 1.0], [4.0, 9.0], (2.0, 3.0)),
+        # One value on the wrong side does not move the gap.
+        ([0.0, 1.0, 8.0], [4.0, 9.0], (2.0, 3.0)),
+    ],
 )
-def test_thresholds_stand_at_thirds_of_a_gap_or_around_an_overlap(calibration, low, high, expected):
+def test_thresholds_stand_at_thirds_of_the_best_gap(calibration, low, high, expected):
     np.testing.assert_allclose(calibration["between"](low, high), expected)
 
 
 def test_rewritten_thresholds_are_read_back(calibration, tmp_path):
-    changed = {**THRESHOLDS, "lead": 0.123, "distance": (0.01, 0.02)}
+    changed = {**THRESHOLDS, "lead": 0.123, "score": (-2.5, -1.5)}
     calibration["rewrite"](tmp_path / "thresholds.py", changed)
     module = runpy.run_path(str(tmp_path / "thresholds.py"))
     assert module["THRESHOLDS"] == changed
@@ -114,7 +118,7 @@ def test_rewritten_thresholds_are_read_back(calibration, tmp_path):
 
 
 def test_thresholds_in_force_are_in_order():
-    for key in ("distance", "score", "division_r2"):
+    for key in ("score", "division_r2"):
         accept, reject = THRESHOLDS[key]
         assert accept < reject
     assert min(THRESHOLDS[key] for key in ("lead", "margin", "division_slope", "coincide")) > 0

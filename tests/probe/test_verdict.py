@@ -259,7 +259,7 @@ def test_normalization_needs_least_squares_and_division(scores, distance, r2, sl
     assert decision.kind in KINDS
     if decision.kind == NORMALIZATION:
         assert decision.named.algorithm == LEAST_SQUARES
-        assert distance <= THRESHOLDS["distance"][0]
+        assert scores[LEAST_SQUARES] <= THRESHOLDS["score"][0]
         assert r2 >= THRESHOLDS["division_r2"][1]
         assert scores[DESCENT] >= scores[LEAST_SQUARES] + THRESHOLDS["margin"]
     without = dataclasses.replace(case, division_r2=None, division_slope=None)
