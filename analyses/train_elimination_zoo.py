@@ -3,8 +3,9 @@
 Covariates have a scale, a mean and a correlation of their own in every prompt. "p2": two
 covariates, D = 5, L = 3, H = 2, correlation up to 0.8, 6 seeds at each of four l1 penalties.
 Variants of it, 6 seeds at one penalty: "p2_corr0" and "p2_corr95" (no correlation, up to
-0.95) and "p2_d7" (D = 7, where the determinant construction fits). "p3": three covariates,
-D = 6, L = 4. The variants start from the same weights as p2, seed by seed, where shapes allow.
+0.95) and "p2_d7" (D = 7, where the determinant construction fits). "p3" and "p3_corr95" (the
+latter at two penalties): three covariates, D = 6, L = 4. Variants start from the same weights,
+seed by seed, where shapes allow.
 
 An interrupted run continues when started again; a finished one trains nothing.
 """
@@ -51,6 +52,9 @@ def runs(config: Config) -> dict[str, TrainConfig]:
         "p2_corr95": _settings(config, correlation=0.95),
         "p2_d7": _settings(config, d_model=7),
         "p3": _settings(config, p=3, n_context=60, d_model=6),
+        "p3_corr95": _settings(
+            config, p=3, n_context=60, d_model=6, correlation=0.95, l1=(1e-4, 1e-3)
+        ),
     }
 
 
