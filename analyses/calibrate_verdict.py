@@ -20,10 +20,11 @@ from matplotlib import pyplot as plt
 from pydantic import Field
 
 import probe.thresholds
+from probe import load_subject
 from probe.figures import TWO_COLUMNS
 from probe.findings import Findings, gather
 from probe.oracles import Oracle, oracles
-from probe.reporting import Output, ScriptConfig, main
+from probe.reporting import AnalysisConfig, Output, main
 from probe.thresholds import THRESHOLDS
 from probe.verdict import (
     ALGORITHMS,
@@ -51,10 +52,11 @@ ALGORITHM |= {kind: kind for kind in (DESCENT, NEWTON, RIDGE)}
 Case = tuple[Oracle, Findings]
 
 
-class Config(ScriptConfig):
+class Config(AnalysisConfig):
     """Settings of the calibration.
 
     Attributes:
+        checkpoint: judged with the thresholds in force at the end; takes no part in them.
         n_prompts: prompts per condition.
         every: measure every so many-th oracle only.
         jobs: processes.
@@ -93,8 +95,13 @@ def run(config: Config) -> Output:
     shown = counts.rename_axis("known answer").reset_index()
     data = counts.stack().rename("count").rename_axis(["known answer", "verdict"]).reset_index()
     facts = {"thresholds": thresholds, "summary": summary(scores)}
-    notes = tuple(f"{half}: {text}" for half, text in facts["summary"].items())
-    return Output(scores, shown, {"confusion": (figure, data)}, {}, notes, facts)
+    notes = [f"{half}: {text}" for half, text in facts["summary"].items()]
+    subject = load_subject(config.checkpoint)
+    generator = torch.Generator().manual_seed(config.seed)
+    found = gather(subject.model, subject.prompts, config.n_prompts, generator, thorough=False)
+    notes.append(f"{subject.name}: {decide(found, thresholds).kind}")
+    figures = {"confusion": (figure, data)}
+    return Output(scores, shown, figures, subject.sha256, tuple(notes), facts)
 
 
 def measure(seed: int, index: int, n_prompts: int) -> Findings:

@@ -17,9 +17,8 @@ from probe import Subject, Verdict, identify, load_subject
 from probe.behaviour import LENGTHS
 from probe.figures import TWO_COLUMNS
 from probe.reporting import AnalysisConfig, Output, main
+from probe.subject import ZOO
 from probe.verdict_figures import confusion_heatmap, rival_distances, score_heatmap
-
-ZOO = "zoo"
 
 
 class Config(AnalysisConfig):

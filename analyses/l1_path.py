@@ -1,6 +1,6 @@
 """What does the l1 penalty do?
 
-Every shipped model of one covariate along its l1 weight: error, exact zeros, active heads,
+Every trained model of one covariate along its l1 weight: error, exact zeros, active heads,
 probes for V and C with their strongest control, division test, and functional alignment with
 the construction. Nothing is trained.
 """
@@ -8,26 +8,28 @@ the construction. Nothing is trained.
 import pandas as pd
 from pydantic import Field
 
-from probe.reporting import Output, ScriptConfig, main
+from probe.reporting import AnalysisConfig, Output, main
+from probe.subject import ZOO
 from probe.survey import survey, trained_zoo
 from probe.survey_plots import MEASURES, path_panels
 
 
-class Config(ScriptConfig):
+class Config(AnalysisConfig):
     """Settings of the analysis.
 
     Attributes:
+        checkpoint: a folder of checkpoint folders, as models.train writes; "zoo" for the
+            shipped ones.
         n_prompts: pairs of prompts in the division test; probes take twice as many prompts.
     """
 
-    n_prompts: int = Field(2000, ge=100)
+    checkpoint: str = ZOO
+    n_prompts: int = Field(1000, ge=100)
 
 
 def run(config: Config) -> Output:
-    """Measure every shipped model of one covariate."""
-    zoo = trained_zoo()
-    if not zoo:
-        raise ValueError("no trained checkpoint ships with the package: make zoo trains them")
+    """Measure every model of one covariate."""
+    zoo = trained_zoo(config.checkpoint)
     scores = survey(zoo, n_prompts=config.n_prompts, seed=config.seed)
     notes = (
         "medians over seeds; the penalty differs between rows of one distribution only.",

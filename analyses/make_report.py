@@ -42,9 +42,9 @@ from probe.report_zoo import (
 )
 from probe.reporting import AnalysisConfig, Output, command, main
 from probe.sparsity import active_heads, exact_zeros
+from probe.subject import ZOO
 from probe.survey import survey, trained_zoo
 
-ZOO = "zoo"
 # Of the training record, what a reader asks for; the rest is in training.json.
 RECORD = ("status", "steps", "l1", "seed")
 

@@ -24,7 +24,7 @@ from models.runfolder import write_atomically
 from models.training import default_name
 from probe import Subject, division_test, identify, load_subject
 from probe.figures import PALETTE, TWO_COLUMNS, heatmap
-from probe.reporting import Output, ScriptConfig, main
+from probe.reporting import AnalysisConfig, Output, main
 from probe.thresholds import THRESHOLDS
 
 CLOSED_FORM = "closed form by normalization"
@@ -32,10 +32,11 @@ CELL = ["x_mean_std", "x_log_scale", "l1"]
 MEDIANS = ("normalised_mse", "division_r2", "division_r2_diverse")
 
 
-class Config(ScriptConfig):
+class Config(AnalysisConfig):
     """Settings of the phase diagram; the defaults take about half an hour on two cores.
 
     Attributes:
+        checkpoint: a model of your own, judged in the same way beside the diagram.
         log_scales: half width of the per-prompt log scale of x, uniform around 0.
         mean_stds: standard deviations of the per-prompt mean of x.
         l1: penalty weights.
@@ -62,6 +63,7 @@ class Config(ScriptConfig):
 
 def run(config: Config) -> Output:
     """Train what is missing, judge what is not judged, count."""
+    subject = load_subject(config.checkpoint)
     folders = _train(config)
     jobs = [joblib.delayed(_judged)(folder, config) for folder in folders]
     scores = pd.DataFrame(joblib.Parallel(n_jobs=config.n_jobs)(jobs))
@@ -73,8 +75,9 @@ def run(config: Config) -> Output:
     notes = (
         f"{len(scores)} models of {config.steps} steps, each judged on its own prompts; "
         f"intervals: Wilson, 95 %.",
+        f"{config.checkpoint}: {_judge(subject, config)['verdict']['kind']}",
     )
-    hashes = dict(zip(scores.name, scores.sha256, strict=True))
+    hashes = dict(zip(scores.name, scores.sha256, strict=True)) | {subject.name: subject.sha256}
     return Output(scores.drop(columns="sha256"), _shown(cells), figures, hashes, notes)
 
 

@@ -39,31 +39,23 @@ DEFAULT_CHECKPOINT = "varied_l1_3e-4_seed0"
 _PACKAGES = ("torch", "transformer-lens", "numpy", "scikit-learn", "pandas", "matplotlib")
 
 
-class ScriptConfig(BaseModel):
+class AnalysisConfig(BaseModel):
     """Settings every script shares.
 
     Attributes:
+        checkpoint: a shipped name, a checkpoint folder, or "constructed",
+            "gradient_descent", "untrained".
         seed: seed of all randomness; the same seed gives the same bytes.
         output: folder for the results; reports/<analysis> by default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    checkpoint: str = DEFAULT_CHECKPOINT
     seed: int = 0
     output: Path | None = None
 
 
-class AnalysisConfig(ScriptConfig):
-    """Settings of an analysis of one checkpoint.
-
-    Attributes:
-        checkpoint: a shipped name, a checkpoint folder, or "constructed",
-            "gradient_descent", "untrained".
-    """
-
-    checkpoint: str = DEFAULT_CHECKPOINT
-
-
-C = TypeVar("C", bound=ScriptConfig)
+C = TypeVar("C", bound=AnalysisConfig)
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
 
     Args:
         name: of the analysis; results go to reports/<name>/ unless told otherwise.
-        config_type: its settings, a `ScriptConfig`.
+        config_type: its settings, a `AnalysisConfig`.
         run: the analysis.
         doc: description shown by --help.
     """
@@ -118,7 +110,7 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def write_output(folder: Path, output: Output, config: ScriptConfig) -> list[Path]:
+def write_output(folder: Path, output: Output, config: AnalysisConfig) -> list[Path]:
     """Write scores.csv, figures/, pages and run.json; all of them or none."""
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".writing.", dir=folder))

@@ -19,6 +19,8 @@ from models.config import ModelConfig, PromptConfig
 from models.constructed import closed_form, gradient_descent
 from models.transformer import LinearAttentionTransformer
 
+# Name that scripts give to all shipped checkpoints together.
+ZOO = "zoo"
 # Models whose algorithm is known, made on the spot: the controls of every analysis.
 # R = 10 and N = 20 are the sizes of the published reference values.
 _MADE = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -24,7 +25,7 @@ from probe.matching import align
 from probe.nearest import ConstructionFamily
 from probe.plots import strongest_control
 from probe.sparsity import active_heads, exact_zeros
-from probe.subject import Subject, load_subject
+from probe.subject import ZOO, Subject, load_subject
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Trained:
     record: dict[str, Any]
 
     @classmethod
-    def load(cls, checkpoint: str) -> Trained:
+    def load(cls, checkpoint: str | Path) -> Trained:
         """Load a checkpoint that `models.train` wrote.
 
         Raises:
@@ -62,14 +63,27 @@ class Trained:
         return cls(subject, label, float(record["l1"]), int(record["seed"]), record)
 
 
-def trained_zoo() -> list[Trained]:
-    """All shipped checkpoints that were trained with one covariate, by distribution and l1."""
-    zoo = [
-        Trained.load(name)
-        for name in available()
-        if {"l1", "seed"} <= provenance(checkpoint_folder(name)).keys()
-    ]
+def trained_zoo(folder: str = ZOO) -> list[Trained]:
+    """All checkpoints that were trained with one covariate, by distribution and l1.
+
+    Args:
+        folder: a folder of checkpoint folders, as `models.train` writes; "zoo" for the
+            shipped ones.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if folder == ZOO:
+        checkpoints = [checkpoint_folder(name) for name in available()]
+    else:
+        checkpoints = sorted(path.parent for path in Path(folder).glob("*/config.json"))
+    zoo = [Trained.load(path) for path in checkpoints if {"l1", "seed"} <= provenance(path).keys()]
     zoo = [each for each in zoo if each.subject.prompts.n_covariates == 1]
+    if not zoo:
+        raise CheckpointError(
+            f"{folder!r} holds no trained checkpoint of one covariate; give a folder that "
+            f"models.train wrote, or {ZOO!r}"
+        )
     order = [*DISTRIBUTIONS, "other"]
     return sorted(zoo, key=lambda each: (order.index(each.distribution), each.l1, each.seed))
 

@@ -59,7 +59,7 @@ def test_l1_path_measures_shipped_models(monkeypatch):
     script = runpy.run_path(str(ANALYSES / "l1_path.py"))
     names = ["varied_l1_3e-4_seed0", "varied_l1_3e-3_seed0", "plain_l1_1e-3_seed0"]
     monkeypatch.setitem(
-        script["run"].__globals__, "trained_zoo", lambda: [Trained.load(name) for name in names]
+        script["run"].__globals__, "trained_zoo", lambda _: [Trained.load(name) for name in names]
     )
     output = script["run"](script["Config"](n_prompts=510))
     scores = output.scores.set_index("name")
