@@ -214,7 +214,8 @@ def _judge(subject: Subject, config: Config) -> dict[str, object]:
     verdict = identify(
         subject.model, subject.prompts, n_prompts=config.n_prompts, generator=generator
     )
-    diverse = _prompts(config, max(config.mean_stds), max(config.log_scales))
+    most = {"x_mean_std": max(config.mean_stds), "x_log_scale": max(config.log_scales)}
+    diverse = subject.prompts.model_copy(update=most)
     division = division_test(subject.model, diverse, n_prompts=2000, generator=generator)
     return {"verdict": verdict.to_dict(), "division_r2_diverse": float(division.r2.max())}
 

@@ -1,170 +1,170 @@
-"""Train the checkpoints that ship with the package, and tabulate them.
+"""Training of the checkpoints that ship with the package, and their table.
 
-Three prompt distributions, all with 50 samples of one covariate. "varied" (scale and mean
-of x differ from prompt to prompt): 8 seeds at each of three l1 penalties; "uniform"
-(x ~ U(0, 1)) and "plain" (x ~ N(0, 1)), in which V hardly varies: 4 seeds at one penalty.
-An interrupted run continues when started again; a finished one trains nothing.
+One covariate, 50 samples: "varied" (scale and mean of x differ from prompt to prompt), 8 seeds
+at each of three l1 penalties; "uniform" (x ~ U(0, 1)) and "plain" (x ~ N(0, 1)), in which V
+hardly varies, 4 seeds at one penalty. Several covariates, each with a scale, a mean and a
+correlation of its own in every prompt: "p2" (D = 5, L = 3, correlation up to 0.8), 6 seeds at
+each of four penalties; its variants "p2_corr0" and "p2_corr95" (no correlation, up to 0.95) and
+"p2_d7" (D = 7, where the determinant construction fits); "p3" and, at two penalties, "p3_corr95":
+three covariates, D = 6, L = 4. All start from the same weights, seed by seed, where shapes allow.
 
-zoo.csv has one row per model: normalised MSE on fresh prompts, how many parameters are
-exactly zero and how many below 1e-3, and the active heads of each layer (`active_heads`).
+An interrupted run continues when started again; a finished one trains nothing. The table has
+one row per model: normalised MSE on fresh prompts, how many parameters are exactly zero and how
+many below 1e-3, and the active heads of each layer.
 """
 
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
-import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from rich.console import Console
+from pydantic import Field
 
-from models import (
-    CheckpointError,
-    LinearAttentionTransformer,
-    TrainConfig,
-    load,
-    save,
-    train,
-)
-from models.checkpoint import SHIPPED, provenance
-from models.runfolder import write_atomically
-from models.training import DISTRIBUTIONS, TrainingError, default_name
-from probe.reporting import table
+from models import ModelConfig, PromptConfig, TrainConfig, load, save, train
+from models.checkpoint import SHIPPED, checkpoint_hash, provenance
+from models.training import DISTRIBUTIONS, default_name
+from probe.reporting import AnalysisConfig, Output, main
+from probe.sparsity import active_heads, exact_zeros
 
-N_VARIED, N_OTHERS = 8, 4
-OTHERS_L1 = 1e-3
+PENALTIES = (3e-4, 1e-3, 3e-3)
+ALL = "zoo"
 SMALL = 1e-3
-# A head this much weaker than the strongest of its layer is switched off.
-ACTIVE = 1e-3
-HEADINGS = {
-    "normalised_mse": "norm. MSE",
-    "exact_zeros": "zeros",
-    "active_heads_0": "heads 0",
-    "active_heads_1": "heads 1",
-}
+# Settings that name many models; the folder name and the record tell which one it is.
+GRID = {"prompts", "l1", "seeds"}
 
 
-class Config(BaseModel):
-    """Settings of the zoo.
+class Config(AnalysisConfig):
+    """Settings of the training.
 
     Attributes:
-        seed: of the first model of each distribution; the others count up from it.
-        output: folder of the checkpoints and of zoo.csv.
+        checkpoint: a run ("varied", "p2", ...) or the name of one of its models; "zoo" is all.
+        seed: of the first model of each run; the others count up from it.
+        folder: of the checkpoints.
         steps: optimizer steps of every model.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    checkpoint: str = ALL
     seed: int = Field(0, ge=0)
-    output: Path = SHIPPED
+    folder: Path = SHIPPED
     steps: int = Field(40_000, ge=1)
 
 
 def runs(config: Config) -> dict[str, TrainConfig]:
-    """What is trained, by name of the run."""
-    shared = {"steps": config.steps, "backend": "kernel"}
+    """What is trained, by the label that names the checkpoints."""
+    three = partial(_several, config, p=3, n_context=60, d_model=6)
     return {
-        "varied": TrainConfig(
-            prompts=(DISTRIBUTIONS["varied"],),
-            seeds=tuple(range(config.seed, config.seed + N_VARIED)),
-            **shared,
-        ),
-        "others": TrainConfig(
-            prompts=(DISTRIBUTIONS["uniform"], DISTRIBUTIONS["plain"]),
-            l1=(OTHERS_L1,),
-            seeds=tuple(range(config.seed, config.seed + N_OTHERS)),
-            **shared,
-        ),
+        "varied": _settings(config, DISTRIBUTIONS["varied"], PENALTIES, n_seeds=8),
+        "uniform": _settings(config, DISTRIBUTIONS["uniform"]),
+        "plain": _settings(config, DISTRIBUTIONS["plain"]),
+        "p2": _several(config, l1=(1e-4, *PENALTIES)),
+        "p2_corr0": _several(config, correlation=0.0),
+        "p2_corr95": _several(config, correlation=0.95),
+        "p2_d7": _several(config, d_model=7),
+        "p3": three(),
+        "p3_corr95": three(correlation=0.95, l1=(1e-4, 1e-3)),
     }
 
 
-def run(config: Config) -> pd.DataFrame:
-    """Train what is missing, and tabulate every model of the zoo.
+def names(label: str, settings: TrainConfig) -> list[str]:
+    """Names of the checkpoints of a run, in the order of training."""
+    return [default_name(label, l1, seed) for l1 in settings.l1 for seed in settings.seeds]
 
-    Raises:
-        TrainingError, CheckpointError: if a folder cannot be used.
-    """
+
+def run(config: Config) -> Output:
+    """Train what is missing, and tabulate what was asked for."""
+    chosen = {
+        label: settings
+        for label, settings in runs(config).items()
+        if config.checkpoint in (ALL, label, *names(label, settings))
+    }
+    if not chosen:
+        raise ValueError(
+            f"checkpoint={config.checkpoint!r} is no run and no model of one; "
+            f"the runs are {', '.join(runs(config))}, and {ALL} for all"
+        )
     rows = []
-    for label, settings in runs(config).items():
-        names = [
-            (distribution, default_name(distribution, l1, seed))
-            for distribution in (_label(prompts) for prompts in settings.prompts)
-            for l1 in settings.l1
-            for seed in settings.seeds
-        ]
-        if not all(_finished(config.output / name, settings) for _, name in names):
-            work = config.output / ".training" / label
-            for model, (_, name) in zip(train(settings, work), names, strict=True):
-                save(model, config.output / name, **provenance(work / name))
-            shutil.rmtree(config.output / ".training")
-        rows += [_row(distribution, name, config.output / name) for distribution, name in names]
-    zoo = pd.DataFrame(rows)
-    text = zoo.to_csv(index=False, float_format="%.4g")
-    write_atomically(config.output / "zoo.csv", text.encode())
-    return zoo
+    for label, settings in chosen.items():
+        _train(label, settings, config.folder)
+        rows += [_row(label, config.folder / name) for name in names(label, settings)]
+    scores = pd.DataFrame(rows)
+    hashes = {name: checkpoint_hash(config.folder / name) for name in scores.name}
+    notes = (f"checkpoints in {config.folder}",)
+    shown = scores.drop(columns=["run", "l1", "seed", "parameters"])
+    return Output(scores, shown, {}, hashes, notes)
 
 
-def active_heads(model: LinearAttentionTransformer) -> list[int]:
-    """Heads that contribute, per layer.
-
-    The contribution of head h is ‖A_h‖·‖B_h‖ (Frobenius; A_h = W_Q W_Kᵀ, B_h = W_V): neither
-    factor means anything alone, since one can be scaled up and the other down. Under the
-    branch norm, rows of B_h count without their mean, which layer norm removes. A head is
-    active if it contributes at least 1e-3 of what the strongest head of its layer does.
-    """
-    counts = []
-    for block in model.blocks:
-        attn = block.attn
-        qk = attn.W_Q @ attn.W_K.transpose(1, 2)
-        ov = attn.W_V
-        if model.cfg.normalization == "branch":
-            ov = ov - ov.mean(dim=2, keepdim=True)
-        strength = qk.norm(dim=(1, 2)) * ov.norm(dim=(1, 2))
-        counts.append(int((strength > ACTIVE * strength.max()).sum()))
-    return counts
+def _train(label: str, settings: TrainConfig, folder: Path) -> None:
+    wanted = names(label, settings)
+    if all(_finished(folder / name, settings) for name in wanted):
+        return
+    work = folder / f".training_{label}"
+    trained = train(settings, work, name=lambda _, l1, seed: default_name(label, l1, seed))
+    for model, name in zip(trained, wanted, strict=True):
+        save(model, folder / name, **provenance(work / name))
+    shutil.rmtree(work)
 
 
-def _row(distribution: str, name: str, folder: Path) -> dict[str, object]:
+def _finished(folder: Path, settings: TrainConfig) -> bool:
+    """Whether a folder holds a model trained like this; what else was trained plays no part."""
+    if not (folder / "training.json").is_file():
+        return False
+    record, wanted = provenance(folder), settings.model_dump(mode="json")
+    same = all(record["training"][key] == wanted[key] for key in wanted.keys() - GRID)
+    return same and record["prompts"] == wanted["prompts"][0]
+
+
+def _settings(
+    config: Config,
+    prompts: PromptConfig,
+    l1: tuple[float, ...] = (1e-3,),
+    n_seeds: int = 4,
+    **shape: int,
+) -> TrainConfig:
+    size = {"n_context": prompts.n_context, "n_covariates": prompts.n_covariates}
+    return TrainConfig(
+        model=ModelConfig(**size, **shape),
+        prompts=(prompts,),
+        l1=l1,
+        seeds=tuple(range(config.seed, config.seed + n_seeds)),
+        steps=config.steps,
+        backend="kernel",
+    )
+
+
+def _several(
+    config: Config,
+    p: int = 2,
+    n_context: int = 40,
+    d_model: int = 5,
+    correlation: float = 0.8,
+    l1: tuple[float, ...] = (1e-3,),
+) -> TrainConfig:
+    prompts = PromptConfig(
+        n_context=n_context,
+        n_covariates=p,
+        x_log_scale=0.7,
+        x_mean_std=1.0,
+        x_correlation=correlation,
+    )
+    return _settings(config, prompts, l1, n_seeds=6, d_model=d_model, n_layers=p + 1)
+
+
+def _row(label: str, folder: Path) -> dict[str, object]:
     model, record = load(folder), provenance(folder)
     parameters = [value.detach() for value in model.parameters()]
     return {
-        "name": name,
-        "distribution": distribution,
+        "name": folder.name,
+        "run": label,
         "l1": record["l1"],
         "seed": record["seed"],
         "status": record["status"],
         "normalised_mse": record["normalised_mse"],
-        "parameters": sum(value.numel() for value in parameters),
-        "exact_zeros": sum(int((value == 0).sum()) for value in parameters),
+        "parameters": model.cfg.n_parameters,
+        "exact_zeros": exact_zeros(model),
         "below_1e-3": sum(int((value.abs() < SMALL).sum()) for value in parameters),
-        **{f"active_heads_{layer}": n for layer, n in enumerate(active_heads(model))},
+        "active_heads": "-".join(map(str, active_heads(model))),
     }
 
 
-def _label(prompts) -> str:
-    return next(label for label, known in DISTRIBUTIONS.items() if known == prompts)
-
-
-def _finished(folder: Path, settings: TrainConfig) -> bool:
-    """Whether a folder holds a model of this very run."""
-    if not (folder / "training.json").is_file():
-        return False
-    return provenance(folder).get("training") == settings.model_dump(mode="json")
-
-
-def main() -> None:
-    """Command line; errors of the input exit with 2."""
-    try:
-        config = tyro.cli(Annotated[Config, tyro.conf.arg(name="")], description=__doc__)
-        zoo = run(config)
-    except (ValidationError, TrainingError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    console = Console()
-    shown = zoo.drop(columns=["distribution", "l1", "seed", "parameters"])
-    console.print(table(shown.rename(columns=HEADINGS)))
-    console.print(f"wrote {config.output / 'zoo.csv'}", markup=False, highlight=False)
-
-
 if __name__ == "__main__":
-    main()
+    main("train_zoo", Config, run, __doc__)

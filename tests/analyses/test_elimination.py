@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from models import PromptConfig, TrainConfig, closed_form, determinant_form, sample_prompts
+from models import PromptConfig, closed_form, determinant_form, sample_prompts
 from probe.elimination import coordinate_correlations, held_residuals, residual_quantities
 
 SCRIPT = Path(__file__).parents[2] / "analyses" / "elimination.py"
@@ -110,16 +110,3 @@ def test_residuals_are_orthogonal_to_what_they_are_given(generator):
     # At the query y counts as 0: what remains is minus the prediction.
     rest = quantities.values[:, -1, quantities.names.index("y|123")]
     torch.testing.assert_close(rest, -prompts.least_squares)
-
-
-def test_training_makes_the_shipped_names(tmp_path):
-    script = SCRIPT.with_name("train_elimination_zoo.py")
-    command = [sys.executable, script, "--seeds", "1", "--steps", "3", "--output", tmp_path]
-    subprocess.run(command, check=True, capture_output=True)
-    names = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
-    assert "p2_l1_1e-4_seed0" in names
-    assert "p3_l1_1e-3_seed0" in names
-    assert len(names) == 10
-    record = json.loads((tmp_path / "p2_corr95_l1_1e-3_seed0" / "training.json").read_text())
-    assert record["prompts"]["x_correlation"] == 0.95
-    assert TrainConfig(**record["training"]).model.n_layers == 3
