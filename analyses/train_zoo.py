@@ -29,6 +29,14 @@ from probe.sparsity import active_heads, exact_zeros
 PENALTIES = (3e-4, 1e-3, 3e-3)
 ALL = "zoo"
 SMALL = 1e-3
+HEADINGS = {
+    "name": "checkpoint",
+    "status": "status",
+    "normalised_mse": "norm. MSE",
+    "exact_zeros": "zeros",
+    "below_1e-3": "< 1e-3",
+    "active_heads": "heads",
+}
 # Settings that name many models; the folder name and the record tell which one it is.
 GRID = {"prompts", "l1", "seeds"}
 
@@ -89,7 +97,7 @@ def run(config: Config) -> Output:
     scores = pd.DataFrame(rows)
     hashes = {name: checkpoint_hash(config.folder / name) for name in scores.name}
     notes = (f"checkpoints in {config.folder}",)
-    shown = scores.drop(columns=["run", "l1", "seed", "parameters"])
+    shown = scores[list(HEADINGS)].rename(columns=HEADINGS)
     return Output(scores, shown, {}, hashes, notes)
 
 

@@ -154,9 +154,10 @@ def table(frame: pd.DataFrame, title: str | None = None) -> Table:
     # Compact, so that wide tables fit 80 columns.
     compact = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
     result = Table(title=title, padding=(0, 1, 0, 0), **compact)
-    for column in frame.columns:
+    for i, column in enumerate(frame.columns):
         numeric = pd.api.types.is_numeric_dtype(frame[column])
-        result.add_column(str(column), justify="right" if numeric else "left")
+        # The first column says what a row is about: it is never cut.
+        result.add_column(str(column), justify="right" if numeric else "left", no_wrap=not i)
     for row in frame.itertuples(index=False):
         result.add_row(*(_cell(value) for value in row))
     return result
