@@ -47,13 +47,13 @@ class Config(AnalysisConfig):
     Attributes:
         checkpoint: a run ("varied", "p2", ...) or the name of one of its models; "zoo" is all.
         seed: of the first model of each run; the others count up from it.
-        folder: of the checkpoints.
+        folder: of the checkpoints; that of the package by default.
         steps: optimizer steps of every model.
     """
 
     checkpoint: str = ALL
     seed: int = Field(0, ge=0)
-    folder: Path = SHIPPED
+    folder: Path | None = None
     steps: int = Field(40_000, ge=1)
 
 
@@ -90,13 +90,13 @@ def run(config: Config) -> Output:
             f"checkpoint={config.checkpoint!r} is no run and no model of one; "
             f"the runs are {', '.join(runs(config))}, and {ALL} for all"
         )
-    rows = []
+    folder, rows = config.folder or SHIPPED, []
     for label, settings in chosen.items():
-        _train(label, settings, config.folder)
-        rows += [_row(label, config.folder / name) for name in names(label, settings)]
+        _train(label, settings, folder)
+        rows += [_row(label, folder / name) for name in names(label, settings)]
     scores = pd.DataFrame(rows)
-    hashes = {name: checkpoint_hash(config.folder / name) for name in scores.name}
-    notes = (f"checkpoints in {config.folder}",)
+    hashes = {name: checkpoint_hash(folder / name) for name in scores.name}
+    notes = (f"checkpoints in {folder}",)
     shown = scores[list(HEADINGS)].rename(columns=HEADINGS)
     return Output(scores, shown, {}, hashes, notes)
 

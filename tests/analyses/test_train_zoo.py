@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models import LinearAttentionTransformer, ModelConfig, TrainConfig, available, training
-from models.checkpoint import provenance
+from models.checkpoint import SHIPPED, provenance
 from probe.sparsity import active_heads
 
 ZOO = runpy.run_path(str(Path(__file__).parents[2] / "analyses" / "train_zoo.py"))
@@ -43,7 +43,7 @@ def test_the_shipped_checkpoints_are_those_of_the_script():
     expected = []
     for label, settings in ZOO["runs"](config).items():
         for name in ZOO["names"](label, settings):
-            assert ZOO["_finished"](config.folder / name, settings), name
+            assert ZOO["_finished"](SHIPPED / name, settings), name
             expected.append(name)
     assert sorted(expected) == available()
 
