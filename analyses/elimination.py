@@ -144,17 +144,19 @@ def run(config: Config) -> Output:
             shown_model.model, shown_model.prompts, torch.Generator().manual_seed(config.seed)
         )
         figures["pivots"] = (pivots_figure(pivots, points, untrained), points)
+    told = shares[(shares.by == "all") | (shares.group == "p2")]
     notes = [
         f"{row.group} {row.by}: {row['class']} {row.models} of {row.of} "
         f"({row.share:.0%}, 95 % {row.low:.0%} to {row.high:.0%})"
-        for _, row in shares[shares["class"] != "neither"].iterrows()
+        for _, row in told[told["class"] != "neither"].iterrows()
     ]
     for name, row in contrasts(models).iterrows():
         notes.append(f"{name}: " + ", ".join(f"{kind} p = {p:.3f}" for kind, p in row.items()))
     notes.append("read-out: the order whose residuals explain the coordinates best (eliminators)")
     notes.append("layer k: pivot with the largest R² of its scale, R²; then R² as a step (causal)")
     sha256 = {each.name: each.sha256 for each in studied} | {config.checkpoint: shown_model.sha256}
-    return Output(scores, models.drop(columns="class"), figures, sha256, tuple(notes))
+    shown = models.drop(columns=["group", "class", "read-out"]).join(models["read-out"])
+    return Output(scores, shown, figures, sha256, tuple(notes))
 
 
 def count(models: pd.DataFrame) -> pd.DataFrame:
@@ -295,6 +297,7 @@ def _row(each: Studied, pivots: pd.DataFrame) -> dict:
         top = part.loc[part.r2.idxmax()]
         mark = "*" if top.best else ""
         row[f"layer {layer}"] = f"{top.candidate}{mark} {top.r2:.2f} {top.step_r2:.2f}"
+    row["read-out"] = "–"
     if kind == "elimination":
         order = read_out(each.model, each.prompts).attrs["order"]
         row["read-out"] = ", ".join(f"x{j}" for j in order)

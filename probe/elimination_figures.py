@@ -91,6 +91,8 @@ def pivots_figure(pivots: pd.DataFrame, points: pd.DataFrame, untrained: pd.Data
         shown = points[(points.layer == layer) & (points.candidate == top.candidate)]
         above.scatter(shown.value, shown.scale, s=2, alpha=0.4, color=PALETTE[0], lw=0)
         above.set(xscale="log", yscale="log", xlabel=top.candidate)
+        above.xaxis.set_minor_formatter("")
+        above.yaxis.set_minor_formatter("")
         above.set_title(f"layer {layer}, " + ("found" if top.best else "no pivot found"))
         places = np.arange(len(part))
         bars = np.abs(part[["ci_low", "ci_high"]].to_numpy().T - part.r2.to_numpy())

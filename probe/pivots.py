@@ -182,7 +182,7 @@ def pivot_points(
     model: LinearAttentionTransformer,
     prompt_config: PromptConfig,
     generator: torch.Generator,
-    n_prompts: int = 1000,
+    n_prompts: int = 500,
 ) -> pd.DataFrame:
     """Layer-norm scale at the query beside every candidate, prompt by prompt.
 
