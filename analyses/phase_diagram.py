@@ -22,7 +22,7 @@ from models import PromptConfig, TrainConfig, train
 from models.checkpoint import provenance, to_json
 from models.runfolder import write_atomically
 from models.training import default_name
-from probe import Subject, division_test, identify, load_subject
+from probe import Subject, Verdict, division_test, identify, load_subject
 from probe.figures import PALETTE, TWO_COLUMNS, heatmap
 from probe.reporting import AnalysisConfig, Output, main
 from probe.thresholds import THRESHOLDS
@@ -49,7 +49,7 @@ class Config(AnalysisConfig):
         scheduler: address of a Dask scheduler to train on, such as tcp://host:8786.
     """
 
-    log_scales: tuple[float, ...] = (0.0, 0.2, 0.4, 0.7, 1.0)
+    log_scales: tuple[float, ...] = (0.0, 0.35, 0.7)
     mean_stds: tuple[float, ...] = (0.0, 1.0)
     l1: tuple[float, ...] = (0.0, 3e-4, 1e-3, 3e-3)
     n_seeds: int = Field(8, ge=1)
@@ -75,7 +75,7 @@ def run(config: Config) -> Output:
     notes = (
         f"{len(scores)} models of {config.steps} steps, each judged on its own prompts; "
         f"intervals: Wilson, 95 %.",
-        f"{config.checkpoint}: {_judge(subject, config)['verdict']['kind']}",
+        f"{subject.name}: {_verdict(subject, config).label}",
     )
     hashes = dict(zip(scores.name, scores.sha256, strict=True)) | {subject.name: subject.sha256}
     return Output(scores.drop(columns="sha256"), _shown(cells), figures, hashes, notes)
@@ -210,14 +210,17 @@ def _judge(subject: Subject, config: Config) -> dict[str, object]:
 
     Where V hardly varies, the division test on a model's own prompts has little to see.
     """
-    generator = torch.Generator().manual_seed(config.seed)
-    verdict = identify(
-        subject.model, subject.prompts, n_prompts=config.n_prompts, generator=generator
-    )
     most = {"x_mean_std": max(config.mean_stds), "x_log_scale": max(config.log_scales)}
     diverse = subject.prompts.model_copy(update=most)
+    generator = torch.Generator().manual_seed(config.seed)
     division = division_test(subject.model, diverse, n_prompts=2000, generator=generator)
-    return {"verdict": verdict.to_dict(), "division_r2_diverse": float(division.r2.max())}
+    verdict = _verdict(subject, config).to_dict()
+    return {"verdict": verdict, "division_r2_diverse": float(division.r2.max())}
+
+
+def _verdict(subject: Subject, config: Config) -> Verdict:
+    generator = torch.Generator().manual_seed(config.seed)
+    return identify(subject.model, subject.prompts, n_prompts=config.n_prompts, generator=generator)
 
 
 def _shown(cells: pd.DataFrame) -> pd.DataFrame:
