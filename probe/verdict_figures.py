@@ -78,5 +78,5 @@ def confusion_heatmap(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     share = table.div(table.sum(axis=1).clip(lower=1), axis=0)
     heatmap(share, ax, labels=table.astype(str), colorbar_label="share of the row")
     ax.set(xlabel="verdict", ylabel="known answer")
-    ax.tick_params(axis="x", rotation=20)
+    plt.setp(ax.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
     return ax
