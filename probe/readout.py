@@ -128,7 +128,8 @@ def describe(coordinate: int, coefficients: dict[str, float], sizes: dict[str, f
         sign = ("− " if value < 0 else "+ ") if terms else ("−" if value < 0 else "")
         number = f"{abs(value):.2f}" if abs(value) >= 0.1 else f"{abs(value):.2g}"
         terms += f" {sign}{number}" if terms else f"{sign}{number}"
-        terms += "" if name == "1" else f"·{name}"
+        bare = "−" in name and not name.startswith("(")
+        terms += "" if name == "1" else f"·({name})" if bare else f"·{name}"
     return f"coordinate {coordinate} = {terms or '0'}"
 
 

@@ -169,6 +169,7 @@ def test_words():
     assert words == "coordinate 3 = −0.50 + 0.31·x"
     sizes |= {"x̄": 1.0}
     assert describe(1, {"x": 0.3, "x̄": -0.31, "y": 0}, sizes) == "coordinate 1 = 0.30·(x−x̄)"
+    assert describe(1, {"x−x̄": 0.5}, {"x−x̄": 1.0}) == "coordinate 1 = 0.50·(x−x̄)"
     assert describe(1, {"x": 0.3, "x̄": 0.02}, sizes) == "coordinate 1 = 0.30·x"
     assert describe(0, dict.fromkeys(sizes, 0.0), sizes) == "coordinate 0 = 0"
 
