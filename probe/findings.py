@@ -66,6 +66,8 @@ class Findings:
         division_slope: slope at that layer.
         division_layer: that layer, in words.
         not_applicable: why the division test does not apply.
+        procedure: for several covariates, what the pivots spell out: "elimination (x1, x2)",
+            "closed form by determinant", or None.
         evidence: all measurements: measure, condition, family, k, query_row, value, ci_low,
             ci_high, n_prompts.
     """
@@ -77,6 +79,7 @@ class Findings:
     division_slope: float | None
     division_layer: str
     not_applicable: str
+    procedure: str | None
     evidence: pd.DataFrame
 
 
@@ -113,7 +116,7 @@ def gather(
     best = _best_rivals(table, ladder)
     chosen = ladder.take(best["row"])
     separated = separations(predictor, chosen, _counted(batches))
-    division, reason = division_evidence(model, prompt_config, generator)
+    division, reason, procedure = division_evidence(model, prompt_config, generator)
 
     tables = [table, division]
     if thorough:
@@ -132,6 +135,7 @@ def gather(
         division_slope=float(slope.value.iloc[0]) if len(r2) else None,
         division_layer=at_best,
         not_applicable=reason,
+        procedure=procedure,
         evidence=_tidy(tables),
     )
 

@@ -18,7 +18,7 @@ from models.transformer import LinearAttentionTransformer
 from probe.division import division_test
 from probe.linear import fit_probes
 from probe.matching import align
-from probe.pivots import pivot_test
+from probe.pivots import pivot_label, pivot_test
 
 DIVISION, SLOPE = "division R²", "division slope"
 PROBE, ALIGNMENT, ALIGNMENT_P = "probe R² of", "functional alignment", "functional alignment, p"
@@ -29,7 +29,7 @@ _PROBE_PROMPTS = 4000
 
 def division_evidence(
     model: Any, prompt_config: PromptConfig, generator: torch.Generator
-) -> tuple[pd.DataFrame, str]:
+) -> tuple[pd.DataFrame, str, str | None]:
     """Is the division by layer norm in force, layer by layer?
 
     Args:
@@ -39,18 +39,22 @@ def division_evidence(
 
     Returns:
         DataFrame with columns measure (`DIVISION` or `SLOPE`), condition (the layer), value,
-        ci_low, ci_high, n_prompts; and, when the table is empty, why the test does not apply.
+        ci_low, ci_high, n_prompts; when the table is empty, why the test does not apply; and,
+        for several covariates, the procedure that the pivots spell out (`probe.pivot_label`).
     """
     if not isinstance(model, LinearAttentionTransformer):
         kind = type(model).__name__
-        return pd.DataFrame(columns=_COLUMNS), f"not applicable: a {kind} has no known sites"
+        reason = f"not applicable: a {kind} has no known sites"
+        return pd.DataFrame(columns=_COLUMNS), reason, None
     if model.cfg.normalization == "none":
         reason = "not applicable: the model has no layer norm, so nothing in it divides"
-        return pd.DataFrame(columns=_COLUMNS), reason
+        return pd.DataFrame(columns=_COLUMNS), reason, None
+    procedure = None
     if prompt_config.n_covariates == 1:
         table = division_test(model, prompt_config, n_prompts=_PAIRS, generator=generator)
     else:
         table = pivot_test(model, prompt_config, n_prompts=_PAIRS, generator=generator)
+        procedure = pivot_label(table)
         table = table.drop(columns=["ci_low", "ci_high", "r2", "slope"])
         swaps = ("swap_r2", "swap_r2_low", "swap_r2_high", "swap_slope")
         names = dict(zip(swaps, ("r2", "ci_low", "ci_high", "slope"), strict=True))
@@ -62,7 +66,7 @@ def division_evidence(
         interval = {"ci_low": row.ci_low, "ci_high": row.ci_high}
         rows.append({"measure": DIVISION, "value": row.r2, **interval, **layer})
         rows.append({"measure": SLOPE, "value": row.slope, **layer})
-    return pd.DataFrame(rows).reindex(columns=_COLUMNS), ""
+    return pd.DataFrame(rows).reindex(columns=_COLUMNS), "", procedure
 
 
 def supporting_evidence(

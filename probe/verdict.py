@@ -10,8 +10,9 @@
    the answer is "other".
 3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
    Newton and ridge do not count against least squares: step 1 has settled them.
-4. Least squares is "by normalization" if the division test is in force at some layer, and of
-   "other mechanism" if it is not or does not apply.
+4. Least squares is "by normalization" if the division test is in force at some layer (several
+  covariates: or if the pivot test spells out a procedure), and of "other mechanism" if it is not
+  or does not apply.
 
 Thresholds: `probe.thresholds`.
 """
@@ -89,7 +90,13 @@ class Verdict:
 
     @property
     def label(self) -> str:
-        """The answer, such as "gradient descent (3)"."""
+        """The answer, such as "gradient descent (3)".
+
+        For several covariates a closed form by normalization is named by its procedure, such as
+        "elimination (x1, x2)" or "closed form by determinant", where the pivots spell one out.
+        """
+        if self.kind == NORMALIZATION and self.findings.procedure:
+            return self.findings.procedure
         if self.k is not None:
             return f"{self.kind} ({self.k})"
         return f"{self.kind} ({self.penalty:.3g})" if self.penalty is not None else self.kind
@@ -114,6 +121,7 @@ class Verdict:
         return {
             "label": self.label,
             "kind": self.kind,
+            "procedure": self.findings.procedure,
             "k": self.k,
             "lambda": self.penalty,
             "reasons": list(self.decision.reasons),
@@ -199,6 +207,9 @@ def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
 
 def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, str]:
     """Kind of a closed form, and why."""
+    if findings.procedure:
+        found = f"The divisors of its layer norms, and what is divided, are {findings.procedure}"
+        return NORMALIZATION, f"{found} (pivot test)."
     r2, slope = findings.division_r2, findings.division_slope
     if r2 is None:
         return OTHER_MECHANISM, f"The division test is {findings.not_applicable}."

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import models
-from models import LinearAttentionTransformer, ModelConfig, PromptConfig, closed_form
+from models import (
+    LinearAttentionTransformer,
+    ModelConfig,
+    PromptConfig,
+    closed_form,
+    determinant_form,
+)
 from probe import Verdict, algorithms, identify
 from probe.findings import ALGORITHM, Findings, gather
 from probe.oracles import Solver, as_prompts
@@ -217,7 +223,9 @@ def findings(scores, distance=1e-3, division=None, apart=1.0):
     )
     pairs = {frozenset((a, b)): apart for a in algorithms_ for b in algorithms_ if a != b}
     r2, slope = division or (None, None)
-    return Findings(best, pairs, pairs, r2, slope, "layer 1", "not applicable", pd.DataFrame())
+    return Findings(
+        best, pairs, pairs, r2, slope, "layer 1", "not applicable", None, pd.DataFrame()
+    )
 
 
 IN_FORCE = (0.95, 0.9)
@@ -272,3 +280,20 @@ def test_normalization_needs_least_squares_and_division(scores, distance, r2, sl
         assert scores[DESCENT] >= scores[LEAST_SQUARES] + THRESHOLDS["margin"]
     without = dataclasses.replace(case, division_r2=None, division_slope=None)
     assert decide(without, THRESHOLDS).kind != NORMALIZATION
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        (closed_form(40, 2, order=(2, 1)), "elimination (x2, x1)"),
+        (closed_form(40, 2), "elimination (x1, x2)"),
+        (determinant_form(40), "closed form by determinant"),
+    ],
+    ids=["x2 first", "x1 first", "determinant"],
+)
+def test_several_covariates_are_named_by_their_procedure(model, label):
+    prompts = PromptConfig(n_context=40, n_covariates=2, x_log_scale=0.7, x_mean_std=1)
+    verdict = identify(model, prompts, n_prompts=128, only_conditions=[])
+    assert verdict.kind == "closed form by normalization"
+    assert verdict.label == verdict.to_dict()["procedure"] == label
+    assert label in verdict.words
