@@ -26,6 +26,7 @@ import tyro
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -156,8 +157,14 @@ def table(frame: pd.DataFrame, title: str | None = None) -> Table:
     result = Table(title=title, padding=(0, 1, 0, 0), **compact)
     for i, column in enumerate(frame.columns):
         numeric = pd.api.types.is_numeric_dtype(frame[column])
-        # The first column says what a row is about: it is never cut.
-        result.add_column(str(column), justify="right" if numeric else "left", no_wrap=not i)
+        # Numbers, and the first column, which says what a row is about, are never cut.
+        widest = max((cell_len(_cell(value)) for value in frame[column]), default=0)
+        result.add_column(
+            str(column),
+            justify="right" if numeric else "left",
+            min_width=widest if numeric or not i else None,
+            no_wrap=not i,
+        )
     for row in frame.itertuples(index=False):
         result.add_row(*(_cell(value) for value in row))
     return result
