@@ -154,7 +154,7 @@ def table(frame: pd.DataFrame, title: str | None = None) -> Table:
     """A frame as a terminal table: text left, numbers right and rounded, NaN as a dash."""
     # Compact, so that wide tables fit 80 columns.
     compact = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-    result = Table(title=title, padding=(0, 1, 0, 0), **compact)
+    result = Table(title=title, padding=0, **compact)
     for i, column in enumerate(frame.columns):
         numeric = pd.api.types.is_numeric_dtype(frame[column])
         # Numbers, and the first column, which says what a row is about, are never cut.
