@@ -153,9 +153,9 @@ def run(config: Config) -> Output:
     for name, row in contrasts(models).iterrows():
         notes.append(f"{name}: " + ", ".join(f"{kind} p = {p:.3f}" for kind, p in row.items()))
     notes.append("read-out: the order whose residuals explain the coordinates best (eliminators)")
-    notes.append("layer k: pivot with the largest R² of its scale, R²; then R² as a step (causal)")
     sha256 = {each.name: each.sha256 for each in studied} | {config.checkpoint: shown_model.sha256}
-    shown = models.drop(columns=["group", "class", "read-out"]).join(models["read-out"])
+    # What each layer divides by would not fit a terminal: scores.csv holds it.
+    shown = models[["model", "norm. MSE", "label", "read-out"]]
     return Output(scores, shown, figures, sha256, tuple(notes))
 
 
@@ -292,12 +292,8 @@ def _row(each: Studied, pivots: pd.DataFrame) -> dict:
         "norm. MSE": float(error / prompts.least_squares.var()),
         "class": kind,
         "label": label or "–",
+        "read-out": "–",
     }
-    for layer, part in pivots.groupby("layer"):
-        top = part.loc[part.r2.idxmax()]
-        mark = "*" if top.best else ""
-        row[f"layer {layer}"] = f"{top.candidate}{mark} {top.r2:.2f} {top.step_r2:.2f}"
-    row["read-out"] = "–"
     if kind == "elimination":
         order = read_out(each.model, each.prompts).attrs["order"]
         row["read-out"] = ", ".join(f"x{j}" for j in order)
