@@ -228,6 +228,8 @@ def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, 
 def _support(evidence: pd.DataFrame) -> tuple[str, ...]:
     """What probes and alignment add to a closed form by normalization."""
     probes = evidence[evidence.measure.str.startswith(PROBE)]
+    if probes.empty:
+        return ()
     best = probes.loc[probes.value.idxmax()]
     sentences = [f"A linear probe reads V from {best.condition} with R² {best.value:.2f}."]
     aligned = evidence[evidence.measure.isin([ALIGNMENT, ALIGNMENT_P])].value.tolist()

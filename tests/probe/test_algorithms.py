@@ -194,7 +194,7 @@ def test_equivariance_numbers(equivariance, rival, expected):
 def test_rescaling_y_is_exact_for_every_rival(family):
     prompts = draw()
     tripled = prompts_from_arrays(prompts.x, 3 * prompts.y, prompts.query)
-    parameters = family.starts(Problem.of(prompts))[:1].expand(len(family.steps), -1)
+    parameters = family.starts(Problem.of(prompts))[0, :1].expand(len(family.steps), -1)
     steps = torch.tensor(family.steps)
     plain, scaled = (family.predict(Problem.of(p), parameters, steps) for p in (prompts, tripled))
     converging = plain.abs() < 1e6

@@ -67,7 +67,7 @@ class Wrapped(nn.Module):
 KNOWN = {
     "construction": (lambda: closed_form(20, scale=10), PLAIN, NORMALIZATION),
     "construction, wide": (lambda: closed_form(50, exclude_query=True), WIDE, NORMALIZATION),
-    "construction, p=2": (lambda: closed_form(50, 2), TWO, NORMALIZATION),
+    "construction, p=2": (lambda: closed_form(50, 2), TWO, "elimination (x1, x2)"),
     "GD(2)": (lambda: models.gradient_descent(2, 0.6), PLAIN, "gradient descent (2)"),
     "GD(5), query row": (
         lambda: models.gradient_descent(5, 0.2, 50, exclude_query=False),
