@@ -14,6 +14,7 @@ from probe.readout import read_out
 from probe.report_blocks import model_in_words, prompts_in_words
 from probe.survey import Trained
 from probe.survey_plots import path_panels, verdict_strip
+from probe.thresholds import THRESHOLDS
 from probe.verdict import KINDS, NORMALIZATION, Verdict
 
 _DISTANCE = "distance"
@@ -173,7 +174,7 @@ def rival_chart(zoo: Sequence[Trained], verdicts: Sequence[Verdict]) -> Chart:
         "of the log10 share of variance it leaves unexplained.",
         "Lower numbers and brighter cells are closer. Newton, ridge and gradient descent approach "
         "least squares in a limit and come as close as it where they have converged; they are "
-        "named only where they beat it by half a decade.",
+        f"named only where they beat it by {THRESHOLDS['lead']:.1f} decades.",
         "Heatmap of rival scores by model; least squares has median "
         f"{wide['least squares'].median():.1f}.",
     )
