@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from joblib import Parallel, delayed
+from joblib import delayed
 from matplotlib import pyplot as plt
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from probe import load_subject
 from probe.figures import TWO_COLUMNS
 from probe.findings import Findings, gather
 from probe.oracles import Oracle, oracles
-from probe.reporting import AnalysisConfig, Output, main
+from probe.reporting import AnalysisConfig, Output, in_parallel, main
 from probe.thresholds import THRESHOLDS
 from probe.verdict import (
     ALGORITHMS,
@@ -74,10 +74,11 @@ class Config(AnalysisConfig):
 def run(config: Config) -> Output:
     """Measure all oracles, fit thresholds on one half, judge both."""
     chosen = oracles(config.seed)[:: config.every]
-    findings = Parallel(n_jobs=config.jobs)(
+    calls = [
         delayed(measure)(config.seed, index * config.every, config.n_prompts)
         for index in range(len(chosen))
-    )
+    ]
+    findings = in_parallel(calls, config.jobs, "oracles")
     cases = list(zip(chosen, findings, strict=True))
     scores = pd.DataFrame([measured(case) for case in cases])
     scores.insert(0, "half", [HALVES[i % 2] for i in range(len(cases))])

@@ -6,19 +6,25 @@ The confusion matrix of the verdict on models with a known answer is made by
 analyses/calibrate_verdict.py.
 """
 
+import re
+
+import numpy as np
 import pandas as pd
 import torch
-from matplotlib import pyplot as plt
+from joblib import delayed
 from matplotlib.figure import Figure
 from pydantic import Field
 
 from models import available
-from probe import Subject, Verdict, identify, load_subject
+from probe import Verdict, identify, load_subject
 from probe.behaviour import LENGTHS
-from probe.figures import TWO_COLUMNS
-from probe.reporting import AnalysisConfig, Output, main
-from probe.subject import ZOO
-from probe.verdict_figures import confusion_heatmap, rival_distances, score_heatmap
+from probe.findings import CEILING, FLOOR
+from probe.reporting import AnalysisConfig, Output, in_parallel, main
+from probe.subject import ZOO, family_of
+from probe.verdict_figures import agreement_panels, confusion_heatmap, rival_distances
+
+# What names one rival, and the measure that compares it with the model.
+RIVAL, DISTANCE = ["family", "k", "query_row"], "distance"
 
 
 class Config(AnalysisConfig):
@@ -26,23 +32,27 @@ class Config(AnalysisConfig):
 
     Attributes:
         n_prompts: prompts per condition.
+        jobs: processes, for several models.
     """
 
     n_prompts: int = Field(512, ge=64)
+    jobs: int = Field(2, ge=1)
 
 
 def run(config: Config) -> Output:
     """Identify one model on its training distribution, or every shipped one on its own."""
     names = available() if config.checkpoint == ZOO else [config.checkpoint]
     subjects = [load_subject(name) for name in names]
-    verdicts = {}
-    for subject in subjects:
-        generator = torch.Generator().manual_seed(config.seed)
-        verdicts[subject.name] = identify(
-            subject.model, subject.prompts, n_prompts=config.n_prompts, generator=generator
-        )
+    calls = [delayed(judge)(name, config.n_prompts, config.seed) for name in names]
+    jobs = min(config.jobs, len(calls))
+    verdicts = dict(
+        zip((s.name for s in subjects), in_parallel(calls, jobs, "models"), strict=True)
+    )
+    tables = {name: verdict.evidence for name, verdict in verdicts.items()}
+    if config.checkpoint == ZOO:
+        tables = {name: of_best_rivals(verdict) for name, verdict in verdicts.items()}
     scores = pd.concat(
-        [v.evidence.assign(model=name, verdict=v.label) for name, v in verdicts.items()]
+        [table.assign(model=name, verdict=verdicts[name].label) for name, table in tables.items()]
     )
     facts = {"verdicts": {name: verdict.to_dict() for name, verdict in verdicts.items()}}
     hashes = {subject.name: subject.sha256 for subject in subjects}
@@ -51,7 +61,23 @@ def run(config: Config) -> Output:
         figures = {"rival_distances": distance_figure(verdict)}
         return Output(scores, shown(verdict), figures, hashes, (verdict.words,), facts)
     notes = tuple(f"{name}: {verdict.words}" for name, verdict in verdicts.items())
-    return Output(scores, overview(verdicts), zoo_figures(subjects, verdicts), hashes, notes, facts)
+    return Output(scores, overview(verdicts), zoo_figures(verdicts), hashes, notes, facts)
+
+
+def judge(checkpoint: str, n_prompts: int, seed: int) -> Verdict:
+    """The verdict on one model."""
+    torch.set_num_threads(1)
+    subject = load_subject(checkpoint)
+    generator = torch.Generator().manual_seed(seed)
+    return identify(subject.model, subject.prompts, n_prompts=n_prompts, generator=generator)
+
+
+def of_best_rivals(verdict: Verdict) -> pd.DataFrame:
+    """The evidence, of distances only those to the best rival of each algorithm."""
+    best = pd.MultiIndex.from_frame(verdict.findings.best[RIVAL])
+    evidence = verdict.evidence
+    kept = pd.MultiIndex.from_frame(evidence[RIVAL]).isin(best)
+    return evidence[kept | (evidence.measure != DISTANCE)]
 
 
 def shown(verdict: Verdict) -> pd.DataFrame:
@@ -69,11 +95,9 @@ def overview(verdicts: dict[str, Verdict]) -> pd.DataFrame:
             {
                 "model": name,
                 "verdict": verdict.label,
-                "least squares": score["least squares"],
-                "Newton": score["Newton"],
-                "ridge": score["ridge"],
-                "gradient descent": score["gradient descent"],
-                "division R²": verdict.findings.division_r2,
+                "least sq.": score["least squares"],
+                "descent": score["gradient descent"],
+                "division": verdict.findings.division_r2,
             }
         )
     return pd.DataFrame(rows)
@@ -82,8 +106,8 @@ def overview(verdicts: dict[str, Verdict]) -> pd.DataFrame:
 def distance_figure(verdict: Verdict) -> tuple[Figure, pd.DataFrame]:
     """Distance to the best rival of each algorithm."""
     best = verdict.findings.best.sort_values("score")
-    distances = verdict.evidence[verdict.evidence.measure == "distance"]
-    rows = best[["family", "k", "query_row"]].merge(distances, how="left")
+    distances = verdict.evidence[verdict.evidence.measure == DISTANCE]
+    rows = best[RIVAL].merge(distances, how="left")
     rival = rows.family.where(rows.k <= 1, rows.family + " (" + rows.k.astype(str) + ")")
     rows.insert(0, "rival", rival + rows.query_row.map({True: ", with query row", False: ""}))
     rows = rows[~rows.condition.isin(LENGTHS)]
@@ -92,37 +116,39 @@ def distance_figure(verdict: Verdict) -> tuple[Figure, pd.DataFrame]:
     return ax.figure, rows
 
 
-def zoo_figures(
-    subjects: list[Subject], verdicts: dict[str, Verdict]
-) -> dict[str, tuple[Figure, pd.DataFrame]]:
-    """Scores of all models, and verdicts by training distribution."""
-    scores = pd.concat(
-        [v.findings.best.assign(model=name, verdict=v.label) for name, v in verdicts.items()]
-    )[["model", "verdict", "algorithm", "family", "k", "query_row", "score", "distance"]]
+def zoo_figures(verdicts: dict[str, Verdict]) -> dict[str, tuple[Figure, pd.DataFrame]]:
+    """Distances of all models, and their verdicts by training."""
+    frames = []
+    for name, verdict in verdicts.items():
+        best = verdict.findings.best
+        here = np.log10(best.distance.clip(FLOOR, CEILING))
+        # A score is the mean of both.
+        frames.append(
+            best.assign(
+                model=name,
+                verdict=verdict.label,
+                in_distribution=here,
+                shifted=2 * best.score - here,
+            )
+        )
+    scores = pd.concat(frames)
+    kept = ["model", "verdict", "algorithm", "family", "k", "query_row"]
+    scores = scores.loc[scores.algorithm != "zero", [*kept, "in_distribution", "shifted", "score"]]
     kinds = pd.DataFrame(
         {
-            "trained on": [training(subject) for subject in subjects],
-            "verdict": [verdict.kind for verdict in verdicts.values()],
+            "trained as": [family_of(name) for name in verdicts],
+            # Which order, how many steps or which penalty is left out.
+            "verdict": [re.sub(r" \(.*\)", "", verdict.label) for verdict in verdicts.values()],
         }
     )
-    counts = pd.crosstab(kinds["trained on"], kinds["verdict"])
-    figure = plt.figure(figsize=(TWO_COLUMNS, 1.2 + 0.25 * len(counts)))
-    ax = confusion_heatmap(counts, figure.add_subplot())
-    ax.set(ylabel="trained on")
+    counts = pd.crosstab(kinds["trained as"], kinds["verdict"])
+    ax = confusion_heatmap(counts)
+    ax.set(ylabel="trained as")
     data = counts.stack().rename("count").reset_index()
     return {
-        "scores": (score_heatmap(scores), scores),
-        "verdicts_by_distribution": (figure, data),
+        "agreement": (agreement_panels(scores), scores),
+        "verdicts_by_training": (ax.figure, data),
     }
-
-
-def training(subject: Subject) -> str:
-    """Training prompts in a few words."""
-    prompts = subject.prompts
-    if prompts.x_distribution == "uniform":
-        return f"x ~ U{prompts.x_bounds}"
-    varied = prompts.x_log_scale > 0 or prompts.x_mean_std > 0
-    return "x of varied mean and scale" if varied else "x ~ N(0, 1)"
 
 
 if __name__ == "__main__":

@@ -3,12 +3,17 @@
 One checkpoint: what every coordinate holds (read-out), and its alignment to the nearest
 construction at three levels (permutations with signs, all symmetries of the weights, what is
 computed on the same prompts), each with its p-value against untrained models and models with
-another algorithm. Several checkpoints: the same for each, and each against each other: do
+another algorithm. Several checkpoints: the scores of each, and of each against the others: do
 independent runs find the same circuit?
 """
 
+import itertools
+
 import pandas as pd
+import torch
+from joblib import delayed
 from matplotlib.figure import Figure
+from pydantic import Field
 
 from models import available
 from models.checkpoint import CheckpointError
@@ -19,15 +24,17 @@ from probe.match_figures import (
     pair_panels,
     quantity_columns,
     read_out_panel,
-    score_panel,
+    score_panels,
     weight_panels,
 )
 from probe.matching import Alignment
 from probe.nearest import ConstructionFamily
-from probe.reporting import AnalysisConfig, Output, main
+from probe.reporting import AnalysisConfig, Output, in_parallel, main
+from probe.subject import family_of
 
 LEVELS = ("signed_permutation", "gauge", "functional")
-NEAREST = "nearest construction"
+NEAREST, OTHERS = "nearest construction", "other models"
+ALPHA = 0.05
 
 
 class Config(AnalysisConfig):
@@ -35,23 +42,26 @@ class Config(AnalysisConfig):
 
     Attributes:
         against: further checkpoints; every one is then aligned to every other as well.
-        zoo: study all shipped checkpoints of the construction's size instead, without pairs.
+        zoo: study all shipped checkpoints of the construction's size instead, each aligned to
+            the other seeds of its training.
+        jobs: processes, for several checkpoints.
     """
 
     against: tuple[str, ...] = ()
     zoo: bool = False
+    jobs: int = Field(2, ge=1)
 
 
 def run(config: Config) -> Output:
     """Align the checkpoint(s) and read them out."""
     if config.zoo:
-        return several([load_subject(name) for name in available()], config, pairs=False)
+        return several([load_subject(name) for name in available()], config)
     subjects = [load_subject(name) for name in (config.checkpoint, *config.against)]
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError("the same checkpoint is named twice; name each once")
     if len(subjects) == 1:
         return one(subjects[0], config)
-    return several(subjects, config, pairs=True)
+    return several(subjects, config)
 
 
 def one(subject: Subject, config: Config) -> Output:
@@ -94,51 +104,74 @@ def one(subject: Subject, config: Config) -> Output:
     return Output(scores, shown, figures, subject.sha256, tuple(notes), pages=pages)
 
 
-def several(subjects: list[Subject], config: Config, pairs: bool) -> Output:
-    """Each checkpoint beside its nearest construction, and beside each other."""
-    rows = []
-    matched = [subject for subject in subjects if _has_construction(subject)]
-    for subject in matched:
-        family = ConstructionFamily.for_model(subject.model.cfg)
-        for level in LEVELS:
-            found = align(subject.model, family, level, seed=config.seed)
-            rows.append(row(subject.name, NEAREST, found))
+def several(subjects: list[Subject], config: Config) -> Output:
+    """Each checkpoint beside its nearest construction, and beside the others it belongs with.
+
+    Shipped checkpoints are compared with the other seeds of the same training, others with all.
+    """
+    matched = {subject.name: subject for subject in subjects if _has_construction(subject)}
     if not matched:
         raise CheckpointError("none of the checkpoints has the construction's size")
-    if pairs:
-        for subject in matched:
-            for other in matched:
-                if subject is other:
-                    continue
-                for level in LEVELS:
-                    found = align(subject.model, other.model, level, seed=config.seed)
-                    rows.append(row(subject.name, other.name, found))
-    scores = pd.DataFrame(rows)
-    scores["family"] = scores["checkpoint"].str.replace(r"_seed\d+$", "", regex=True)
-    nearest = scores[scores["reference"] == NEAREST]
-    figures = {"scores": (score_panel(nearest).figure, nearest)}
+    names = pd.Series(list(matched), index=list(matched))
+    # Constructions differ between shapes, and a process keeps its null scores.
+    families = names.map(family_of)
+    groups = names.groupby(families if config.zoo else lambda _: "all").agg(list)
+    calls = []
+    for group in groups:
+        calls.append((group, NEAREST))
+        calls += [([other for other in group if other != name], name) for name in group]
+    rows = in_parallel(
+        [delayed(align_all)(*call, config.seed) for call in calls if call[0]],
+        config.jobs,
+        "references",
+    )
+    scores = pd.DataFrame(itertools.chain.from_iterable(rows))
+    scores["family"] = scores["checkpoint"].map(families if config.zoo else names)
+    scores["against"] = scores["reference"].where(scores["reference"] == NEAREST, OTHERS)
+    figures = {
+        "scores": (score_panels(scores[scores["against"] == NEAREST]), scores),
+    }
+    between = scores[scores["against"] == OTHERS]
+    if len(between):
+        panels = score_panels(between) if config.zoo else pair_panels(between)
+        figures["pairs"] = (panels, between)
     notes = [
         f"{len(subjects) - len(matched)} checkpoint(s) of another size or placement left out"
     ] * (len(matched) < len(subjects))
-    if pairs:
-        between = scores[scores["reference"] != NEAREST]
-        figures["pairs"] = (pair_panels(between), between)
-        for level, group in between.groupby("level", sort=False):
-            share = (group["p_value"] <= 0.05).mean()
-            notes.append(f"{level}: {share:.0%} of pairs of models agree at p ≤ 0.05")
-    for level, group in nearest.groupby("level", sort=False):
-        share = (group["p_value"] <= 0.05).mean()
-        notes.append(f"{level}: {share:.0%} of models match their construction at p ≤ 0.05")
-    wide = nearest.pivot(index="checkpoint", columns="level", values=["score", "p_value"])
-    shown = pd.DataFrame(
-        {
-            f"{level} {what}": wide[value, level]
-            for level in LEVELS
-            for what, value in (("score", "score"), ("p", "p_value"))
-        }
-    ).reset_index()
-    hashes = {subject.name: subject.sha256 for subject in matched}
-    return Output(scores, shown, figures, hashes, tuple(notes))
+    for (level, against), group in scores.groupby(["level", "against"], sort=False):
+        count = int((group["p_value"] <= ALPHA).sum())
+        notes.append(f"{level}, {against}: {count} of {len(group)} agree at p ≤ {ALPHA}")
+    hashes = {subject.name: subject.sha256 for subject in matched.values()}
+    return Output(scores, summary(scores), figures, hashes, tuple(notes))
+
+
+def align_all(names: list[str], reference: str, seed: int) -> list[dict[str, object]]:
+    """Rows for several checkpoints beside one reference, or each beside its construction."""
+    torch.set_num_threads(1)
+    target = None if reference == NEAREST else load_subject(reference)
+    rows = []
+    for name in names:
+        subject = load_subject(name)
+        goal = target.model if target else ConstructionFamily.for_model(subject.model.cfg)
+        # Two models meet on prompts that neither was favoured on, unless both know the same.
+        shared = target is None or target.prompts == subject.prompts
+        prompts = subject.prompts if shared else None
+        for level in LEVELS:
+            found = align(subject.model, goal, level, prompt_config=prompts, seed=seed)
+            rows.append(row(subject.name, reference, found))
+    return rows
+
+
+def summary(scores: pd.DataFrame) -> pd.DataFrame:
+    """Median score per level, and in brackets how many of how many agree at p ≤ `ALPHA`."""
+    rows = []
+    for (family, against), group in scores.groupby(["family", "against"], sort=False):
+        line = {"model": family, "against": against}
+        for level, own in group.groupby("level", sort=False):
+            agree = f"{(own['p_value'] <= ALPHA).sum()}/{len(own)}"
+            line[level] = f"{own['score'].median():.2f} ({agree})"
+        rows.append(line)
+    return pd.DataFrame(rows)
 
 
 def row(checkpoint: str, reference: str, found: Alignment) -> dict[str, object]:

@@ -11,6 +11,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -23,6 +24,8 @@ from PIL import Image
 
 # Text width of one and two journal columns, in inches.
 COLUMN, TWO_COLUMNS = 3.4, 7.0
+# Of a heatmap with one row per model.
+ROW_HEIGHT = 0.15
 # Okabe-Ito: colour-blind safe, ordered so that neighbours differ in grey too.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 # Diverging map for signed values centred at 0, sequential map for shares.
@@ -98,6 +101,22 @@ def heatmap(
     if colorbar:
         bar = ax.figure.colorbar(mesh, ax=ax, label=colorbar_label)
         bar.outline.set_visible(False)
+    return ax
+
+
+def tall_heatmap(table: pd.DataFrame, ax: Axes | None = None, *, fmt: str, **settings: Any) -> Axes:
+    """`heatmap` with a low row and a small label for each of many models.
+
+    Args:
+        table: one row per model.
+        ax: where to draw; a new figure of the right height by default.
+        fmt: of the numbers in cells.
+        settings: of `heatmap`.
+    """
+    ax = new_axes(TWO_COLUMNS, 1.0 + ROW_HEIGHT * len(table), ax)
+    heatmap(table, ax, labels=table.map(f"{{:{fmt}}}".format), **settings)
+    ax.tick_params(axis="y", labelsize=5)
+    ax.tick_params(axis="x", rotation=0)
     return ax
 
 

@@ -39,10 +39,12 @@ from models.config import ModelConfig
 from probe.transformations import ResidualBasis
 from probe.weights import Weights, centring, complement, input_map
 
-_STARTS = 5
+_STARTS = 5  # that climb
 _STEPS = 40
 _SHIFT = 1.0
 _MOST_PERMUTATIONS = 48
+# Starts evaluated in full, at a time and in all, where a whole family is compared.
+_CHUNK, _MOST_EVALUATED = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,31 @@ def gauge_match(
     return GaugeMatch(parts.mean(-1).sqrt(), matrix, last, parts)
 
 
-def start_distances(learned: list[Invariants], reference: Invariants, free_last: bool) -> Tensor:
-    """Distances at the best start, without refinement: a fast upper bound, [b]."""
+def nearest(learned: list[Invariants], reference: Invariants, free_last: bool) -> int:
+    """Which of several models is nearest to the reference.
+
+    The few that are nearest at their best start climb from there. Branch and bound: the parts
+    linear in O bound the distance from below. Of unrelated models, which bounds cannot tell
+    apart, only the most promising starts are looked at.
+    """
     problem = _Problem(_stack(learned), _stack([reference]), free_last)
     starts, flips = problem.starts()
-    return problem.parts(starts, flips).mean(-1).amin(1).sqrt()
+    bounds = problem.bounds(starts, flips)
+    distances = torch.full_like(bounds, torch.inf)
+    climbing = min(_STARTS, len(learned))
+    for chunk in bounds.flatten().argsort()[:_MOST_EVALUATED].split(_CHUNK):
+        models, which = chunk // bounds.shape[1], chunk % bounds.shape[1]
+        worst = distances.amin(1).sort().values[climbing - 1]
+        if bounds[models[0], which[0]] > worst:
+            break
+        some = problem.of_models(models)
+        distances[models, which] = some.parts(starts[models, which], flips[models, which]).mean(-1)
+    lowest, which = distances.min(1)
+    models = lowest.argsort()[:climbing]
+    chosen = problem.of_models(models)
+    rotations, flips = starts[models, which[models]], flips[models, which[models]]
+    rotations = chosen.climb(rotations[:, None], flips[:, None])
+    return int(models[chosen.parts(rotations[:, 0], flips).mean(-1).argmin()])
 
 
 def output_map(matrix: Tensor) -> Tensor:
@@ -180,12 +202,12 @@ class _Problem:
         size = starts.shape[-1]
         rotations = starts.gather(1, kept[:, :, None, None].expand(-1, -1, size, size))
         flips = flips.gather(1, kept)
-        rotations = self._climb(rotations, flips)
+        rotations = self.climb(rotations, flips)
         best = self.parts(rotations, flips).mean(-1).argmin(1)
         rows = torch.arange(len(best))
         return rotations[rows, best], flips[rows, best]
 
-    def _climb(self, rotations: Tensor, flips: Tensor) -> Tensor:
+    def climb(self, rotations: Tensor, flips: Tensor) -> Tensor:
         """Ascent by polar steps until no problem moves."""
         for _ in range(_STEPS):
             variable = rotations.detach().requires_grad_(True)
@@ -205,15 +227,7 @@ class _Problem:
         Procrustes on what is linear in O, and permutations of the coordinates.
         """
         size = self.reference["readout"].shape[-1]
-        cross = 0.0
-        for name in ("tokens", "first", "readout"):
-            if name == "first" and self.free_last and not self.learned["later"].shape[1]:
-                continue
-            a = self.learned[name].flatten(1, -2)
-            b = self.reference[name].flatten(1, -2)
-            cross = (
-                cross + a.mT @ b / (a.square().sum((1, 2)) + b.square().sum((1, 2)))[:, None, None]
-            )
+        cross, _, _ = self._linear()
         batch = len(cross)
         fixed = _permutation_starts(size + 1)
         fixed = torch.cat([fixed, -fixed]).expand(batch, -1, -1, -1)
@@ -221,42 +235,81 @@ class _Problem:
         flips = torch.ones(turns.shape[:2], dtype=torch.float64)
         return torch.cat([turns, turns], dim=1), torch.cat([flips, -flips], dim=1)
 
+    def of_models(self, rows: Tensor) -> _Problem:
+        """The problem of some models (repeats allowed) against the one reference."""
+        learned = {name: value[rows] for name, value in self.learned.items()}
+        return _Problem(learned, self.reference, self.free_last)
+
     def parts(self, rotation: Tensor, flip: Tensor) -> Tensor:
         """d² of each part, [..., L + 2], for O [b, s, D-1, D-1] or [b, D-1, D-1]."""
-        squeeze = rotation.ndim == 3
-        if squeeze:
-            rotation, flip = rotation[:, None], flip[:, None]
-        a, b = self.learned, self.reference
+        if rotation.ndim == 3:
+            return self.parts(rotation[:, None], flip[:, None])[:, 0]
         whole = _with_corner(rotation, flip)
+        layers = [self._layer_loss(layer, rotation, whole) for layer in range(self.n_layers)]
+        return torch.stack(
+            [self._embed_loss(rotation, flip), *layers, self._readout_loss(rotation)], -1
+        )
+
+    def bounds(self, rotation: Tensor, flip: Tensor) -> Tensor:
+        """Lower bound of the mean of `parts`, [b, s]: layers that are not linear cost nothing."""
+        cross, along, constant = self._linear()
+        gain = torch.einsum("bsij,bij->bs", rotation, cross) + flip * along[:, None]
+        return 2 * (constant[:, None] - gain) / (self.n_layers + 2)
+
+    def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
+        """C [b, D-1, D-1], c and k [b]: the parts linear in O sum to 2 (k - <O, C> - flip c).
+
+        With d² = 1 - 2 <aO, b> / (|a|² + |b|²), these are W, layer 0 and the readout.
+        """
+        a, b = self.learned, self.reference
+        cross, along, constant = 0.0, 0.0, 0.0
+        for turned, fixed in (("tokens", "along"), ("first", None), ("readout", "offset")):
+            if turned == "first" and self.free_last and self.n_layers == 1:
+                continue
+            ours, theirs = (one[turned].flatten(1, -2) for one in (a, b))
+            scale = ours.square().sum((1, 2)) + theirs.square().sum((1, 2))
+            if fixed:
+                scale = scale + a[fixed].square().sum(-1) + b[fixed].square().sum(-1)
+            scale = scale.clamp(min=1e-300)
+            cross = cross + ours.mT @ theirs / scale[:, None, None]
+            constant = constant + 0.5
+            if fixed == "along":
+                along = (a[fixed] * b[fixed]).sum(-1) / scale
+            elif fixed:
+                constant = constant - (a[fixed] * b[fixed]).sum(-1) / scale
+        return cross, along, constant
+
+    @property
+    def n_layers(self) -> int:
+        """L."""
+        return 1 + self.reference["later"].shape[1]
+
+    def _embed_loss(self, rotation: Tensor, flip: Tensor) -> Tensor:
+        a, b = self.learned, self.reference
         tokens = a["tokens"][:, None] @ rotation
         along = a["along"][:, None] * flip[..., None]
-        embed = torch.cat([tokens.flatten(2), along], -1)
         target = torch.cat([b["tokens"].flatten(1), b["along"]], -1)
-        losses = [_relative(embed, target[:, None])]
+        return _relative(torch.cat([tokens.flatten(2), along], -1), target[:, None])
 
-        n_later = a["later"].shape[1]
-        for layer in range(n_later + 1):
-            moved, goal = self._layer(layer, whole)
-            if layer == n_later and self.free_last:
-                moved = moved @ self._free_map(moved, goal)
-            else:
-                moved = moved @ rotation
-            losses.append(_relative(moved.flatten(2), goal.flatten(1)[:, None]))
+    def _layer_loss(self, layer: int, rotation: Tensor, whole: Tensor) -> Tensor:
+        moved, goal = self._layer(layer, whole)
+        free = layer == self.n_layers - 1 and self.free_last
+        moved = moved @ (self._free_map(moved, goal) if free else rotation)
+        return _relative(moved.flatten(2), goal.flatten(1)[:, None])
 
+    def _readout_loss(self, rotation: Tensor) -> Tensor:
+        a, b = self.learned, self.reference
         readout = a["readout"][:, None] @ rotation
         offset = a["offset"][:, None].expand(-1, rotation.shape[1], -1)
-        seen = torch.cat([readout.flatten(2), offset], -1)
         target = torch.cat([b["readout"].flatten(1), b["offset"]], -1)
-        losses.append(_relative(seen, target[:, None]))
-        result = torch.stack(losses, -1)
-        return result[:, 0] if squeeze else result
+        return _relative(torch.cat([readout.flatten(2), offset], -1), target[:, None])
 
     def last_map(self, rotation: Tensor, flip: Tensor) -> Tensor:
         """Map of the last layer's output on the complement of 1, [b, D-1, D-1]."""
         if not self.free_last:
             return rotation
         whole = _with_corner(rotation[:, None], flip[:, None])
-        return self._free_map(*self._layer(self.learned["later"].shape[1], whole))[:, 0]
+        return self._free_map(*self._layer(self.n_layers - 1, whole))[:, 0]
 
     def _layer(self, layer: int, whole: Tensor) -> tuple[Tensor, Tensor]:
         """T of a layer with turned inputs [b, s, n, D-1], and the reference's [b, n, D-1]."""

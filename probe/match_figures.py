@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -23,7 +24,7 @@ _WORTH_SHOWING = 0.1
 
 
 def weight_panels(models: dict[str, LinearAttentionTransformer], names: Sequence[str]) -> Figure:
-    """Weights of aligned models, one row per model, one colour scale, named axes.
+    """Weights of aligned models below each other, layer by layer, one colour scale, named axes.
 
     Every matrix is divided by its largest entry, since its scale is free. A reads from
     row and column coordinate, B sends row to column.
@@ -33,20 +34,33 @@ def weight_panels(models: dict[str, LinearAttentionTransformer], names: Sequence
         names: the coordinates.
     """
     tables = {label: weight_tables(model, names) for label, model in models.items()}
-    titles = list(next(iter(tables.values())))
+    config = next(iter(models.values())).cfg
+    # W_in stands beside the first layer, W_out beside the last.
+    outer = {0: "W_in", config.n_layers - 1: "W_out"}
+    heads = range(config.n_heads)
+    layers = [
+        [outer.get(layer), *(f"layer {layer} {part}{head}" for head in heads for part in "AB")]
+        for layer in range(config.n_layers)
+    ]
+    width = 0.26 * len(names) * len(layers[0])
     figure, axes = plt.subplots(
-        len(models),
-        len(titles),
-        figsize=(max(TWO_COLUMNS, 1.1 * len(titles)), 1.4 * len(models)),
+        config.n_layers * len(models),
+        len(layers[0]),
+        figsize=(max(TWO_COLUMNS, width), 0.22 * (len(names) + 1) * config.n_layers * len(models)),
         squeeze=False,
     )
-    for row, (label, panels) in zip(axes, tables.items(), strict=True):
+    rows = itertools.product(layers, tables.items())
+    for row, (titles, (label, panels)) in zip(axes, rows, strict=True):
         for ax, title in zip(row, titles, strict=True):
-            last = ax is row[-1]
-            heatmap(panels[title], ax, signed=True, labels=_texts(panels[title]), colorbar=last)
-            ax.set_title(title)
+            if title is None:
+                ax.set_axis_off()
+                continue
+            table = panels[title]
+            heatmap(table, ax, signed=True, labels=_texts(table), colorbar=ax is row[-1])
             ax.tick_params(labelsize=5)
-        row[0].set_ylabel(label)
+            if label == next(iter(tables)):
+                ax.set_title(title)
+        row[1].set_ylabel(label.replace(", ", ",\n"), fontsize=6)
     return figure
 
 
@@ -181,30 +195,36 @@ def null_panel(alignments: Sequence[Alignment], ax: Axes | None = None) -> Axes:
     return ax
 
 
-def score_panel(scores: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Scores of many models by level, coloured by family; open where p > 0.05.
+def score_panels(scores: pd.DataFrame) -> Figure:
+    """Scores of many alignments, one row per family, one panel per level.
+
+    Filled where p ≤ 0.05; beside each row, how many of how many.
 
     Args:
         scores: columns level, score, p_value, family.
-        ax: where to draw.
     """
-    ax = new_axes(TWO_COLUMNS, 2.6, ax)
-    levels = list(scores["level"].unique())
-    families = list(scores["family"].unique())
-    for color, family in zip(PALETTE, families, strict=False):
-        mine = scores[scores["family"] == family]
-        offset = 0.7 * ((families.index(family) + 0.5) / len(families) - 0.5)
-        jitter = np.linspace(-0.04, 0.04, len(mine))
-        x = mine["level"].map(levels.index).to_numpy() + offset + jitter
-        significant = (mine["p_value"] <= 0.05).to_numpy()
-        ax.scatter(x[significant], mine["score"][significant], s=14, color=color, label=family)
-        ax.scatter(
-            x[~significant], mine["score"][~significant], s=14, facecolors="none", edgecolors=color
-        )
-    ax.set_xticks(range(len(levels)), levels)
-    ax.set(ylabel="alignment score", ylim=(-0.02, 1.02))
-    ax.legend(title="filled: p ≤ 0.05", frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
-    return ax
+    levels, families = (list(scores[name].unique()) for name in ("level", "family"))
+    figure, axes = plt.subplots(
+        1,
+        len(levels),
+        figsize=(TWO_COLUMNS, 0.8 + 0.22 * len(families)),
+        sharey=True,
+        squeeze=False,
+    )
+    for ax, level, color in zip(axes[0], levels, PALETTE, strict=False):
+        for height, family in enumerate(families):
+            mine = scores[(scores["level"] == level) & (scores["family"] == family)]
+            y = height + np.linspace(-0.25, 0.25, len(mine) + 2)[1:-1]
+            significant = (mine["p_value"] <= 0.05).to_numpy()
+            faces = np.where(significant, color, "none")
+            ax.scatter(mine["score"], y, s=9, facecolors=faces, edgecolors=color, linewidths=0.6)
+            count = f"{significant.sum()}/{len(mine)}"
+            ax.annotate(count, (1.02, height), fontsize=6, va="center", annotation_clip=False)
+        ax.set(title=level, xlabel="score", xlim=(-0.02, 1.02))
+        ax.grid(axis="y", lw=0.3)
+    axes[0][0].set_yticks(range(len(families)), families)
+    axes[0][0].invert_yaxis()
+    return figure
 
 
 def pair_panels(pairs: pd.DataFrame) -> Figure:

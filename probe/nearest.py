@@ -14,8 +14,7 @@ Units and kappa are taken from the learned embedding. They give the member's row
 their part along 1, the norms of the learned rows: either as they are, which suits a model
 trained with a penalty on its weights, or after the re-encodings of that part are removed
 (`gauge.canonical_tokens`), which no symmetry changes. Both are tried.
-Signs, sigma and α are tried, and the member with the smallest gauge distance before
-refinement is taken.
+Signs, sigma and α are tried, and the member with the smallest gauge distance is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.constructed import closed_form, coordinate_names
 from models.transformer import LinearAttentionTransformer
-from probe.gauge import canonical_tokens, invariants, start_distances
+from probe import gauge
+from probe.gauge import canonical_tokens, invariants
 from probe.weights import (
     Weights,
     centring,
@@ -185,7 +185,7 @@ class ConstructionFamily:
         members = self.members_like(learned)
         reduced = [invariants(one.weights, self.base.cfg, True) for one in members]
         target = invariants(learned, config, True)
-        return members[int(start_distances(reduced, target, free_last=True).argmin())]
+        return members[gauge.nearest(reduced, target, free_last=True)]
 
     def model_of(self, member: Member) -> LinearAttentionTransformer:
         """A member as a model."""

@@ -8,7 +8,7 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from probe.activations import site_label
-from probe.figures import TWO_COLUMNS, heatmap, new_axes
+from probe.figures import tall_heatmap
 from probe.page import Chart, Listing
 from probe.readout import read_out
 from probe.report_blocks import model_in_words, prompts_in_words
@@ -16,6 +16,7 @@ from probe.survey import Trained
 from probe.survey_plots import path_panels, verdict_strip
 from probe.thresholds import THRESHOLDS
 from probe.verdict import KINDS, NORMALIZATION, Verdict
+from probe.verdict_figures import DECADES
 
 _DISTANCE = "distance"
 
@@ -115,10 +116,7 @@ def read_out_chart(zoo: Sequence[Trained], scores: pd.DataFrame, seed: int) -> C
     wide = wide.loc[order, data.site.unique()].rename(columns=site_label)
     verdict_of = dict(zip(scores.name, scores.verdict, strict=True))
     wide = wide.rename(index=lambda name: f"{name} ({_SHORT[verdict_of[name]]})")
-    ax = new_axes(TWO_COLUMNS, 1.0 + 0.15 * len(wide))
-    heatmap(wide, ax, labels=wide.map("{:.2f}".format), colorbar_label="mean R² over coordinates")
-    ax.tick_params(axis="y", labelsize=5)
-    ax.tick_params(axis="x", rotation=0)
+    ax = tall_heatmap(wide, fmt=".2f", colorbar_label="mean R² over coordinates")
     return Chart(
         "read_out_all",
         ax.figure,
@@ -159,23 +157,20 @@ def rival_chart(zoo: Sequence[Trained], verdicts: Sequence[Verdict]) -> Chart:
         for each, verdict in zip(zoo, verdicts, strict=True)
     ]
     data = pd.concat(frames)[["model", "verdict", "algorithm", "family", "k", "score", "distance"]]
-    wide = data.pivot(index="model", columns="algorithm", values="score")
+    wide = -data.pivot(index="model", columns="algorithm", values="score")
     wide = wide.loc[[each.subject.name for each in zoo], data.algorithm.unique()]
-    ax = new_axes(TWO_COLUMNS, 1.0 + 0.15 * len(wide))
-    texts = wide.map("{:.1f}".format)
-    heatmap(-wide, ax, limit=3, labels=texts, colorbar_label="decades of agreement")
-    ax.tick_params(axis="y", labelsize=5)
-    ax.tick_params(axis="x", rotation=0)
+    ax = tall_heatmap(wide, fmt=".1f", limit=DECADES, colorbar_label="decades of agreement")
     return Chart(
         "rivals_all",
         ax.figure,
         data,
-        "Score of the best rival of each algorithm: mean over prompts in distribution and shifted "
-        "of the log10 share of variance it leaves unexplained.",
-        "Lower numbers and brighter cells are closer. Newton, ridge and gradient descent approach "
-        "least squares in a limit and come as close as it where they have converged; they are "
+        "Agreement with the best rival of each algorithm: minus log10 of the share of variance it "
+        "leaves unexplained, mean over prompts in distribution and shifted.",
+        "At 2 a rival leaves 1 % unexplained; brighter cells are closer. Newton, ridge and "
+        "gradient descent approach least squares in a limit and come as close as it where they "
+        "have converged; they are "
         f"named only where they beat it by {THRESHOLDS['lead']:.1f} decades.",
-        "Heatmap of rival scores by model; least squares has median "
+        "Heatmap of agreement by model; least squares has median "
         f"{wide['least squares'].median():.1f}.",
     )
 

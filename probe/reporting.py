@@ -1,8 +1,8 @@
 """Scaffolding of the analysis scripts: command line, output folder, provenance.
 
-A script is a config, ``run(config) -> DataFrame`` and ``figures(table) -> {name:
-(figure, data)}``; `main` does the rest. Outputs of a run are written aside and moved in place
-file by file at its end: a run that fails leaves earlier results as they were.
+A script is a config and ``run(config) -> Output``; `main` does the rest. Outputs of a run are
+written aside and moved in place file by file at its end: a run that fails leaves earlier results
+as they were.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 import tyro
+from joblib import Parallel
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.box import SIMPLE_HEAD
@@ -30,6 +31,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tqdm import tqdm
 
 from models.checkpoint import to_json
 from models.runfolder import TrainingError
@@ -109,6 +111,18 @@ def main(name: str, config_type: type[C], run: Callable[[C], Output], doc: str) 
         console.print(note, markup=False, highlight=False)
     for path in written:
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def in_parallel(calls: Sequence[Any], jobs: int, label: str) -> list[Any]:
+    """Results of `joblib.delayed` calls in their order, with a progress bar.
+
+    Args:
+        calls: made with `joblib.delayed`.
+        jobs: processes.
+        label: what a call is about.
+    """
+    results = Parallel(n_jobs=jobs, return_as="generator")(calls)
+    return list(tqdm(results, desc=label, total=len(calls), leave=False))
 
 
 def write_output(folder: Path, output: Output, config: AnalysisConfig) -> list[Path]:

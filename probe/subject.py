@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,11 @@ def load_subject(checkpoint: str | os.PathLike[str]) -> Subject:
         raise CheckpointError(f"{error}; made on the spot: {', '.join(_MADE)}") from None
     model = load(folder, dtype=torch.float64).requires_grad_(False)
     return Subject(folder.name, model, training_prompts(folder), checkpoint_hash(folder))
+
+
+def family_of(name: str) -> str:
+    """Name of a checkpoint without its seed: those trained alike share it."""
+    return re.sub(r"_seed\d+$", "", name)
 
 
 def _weights_hash(model: LinearAttentionTransformer) -> str:

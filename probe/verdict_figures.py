@@ -9,9 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from probe.behaviour import IN_DISTRIBUTION
-from probe.figures import PALETTE, TWO_COLUMNS, heatmap, new_axes
+from probe.figures import PALETTE, ROW_HEIGHT, TWO_COLUMNS, heatmap, new_axes, tall_heatmap
 from probe.findings import CEILING, FLOOR
 
+# Upper end of the scale of agreement.
+DECADES = 3
 _MARKERS = "s^vD<>Pp*hX"
 
 
@@ -53,17 +55,28 @@ def rival_distances(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def score_heatmap(table: pd.DataFrame) -> Figure:
-    """Score of every algorithm for many models.
+def agreement_panels(table: pd.DataFrame) -> Figure:
+    """Distance of many models to each algorithm, in distribution and under the shifts.
+
+    In decades below the variance of the model's predictions: 2 leaves 1 % of it unexplained.
 
     Args:
-        table: rows with columns model, verdict, algorithm, score.
+        table: rows with columns model, verdict, algorithm, in_distribution, shifted (log10
+            distances).
     """
     titled = table.assign(model=table.model + ": " + table.verdict)
     columns, rows = table.algorithm.unique(), titled.model.unique()
-    scores = titled.pivot(index="model", columns="algorithm", values="score").loc[rows, columns]
-    figure, ax = plt.subplots(figsize=(TWO_COLUMNS, 1.0 + 0.16 * len(rows)))
-    heatmap(scores, ax, signed=True, limit=4, colorbar_label="score (log10 distance)")
+    figure, axes = plt.subplots(
+        1, 2, figsize=(TWO_COLUMNS + 2, 1.0 + ROW_HEIGHT * len(rows)), sharey=True
+    )
+    for ax, name in zip(axes, ("in_distribution", "shifted"), strict=True):
+        wide = -titled.pivot(index="model", columns="algorithm", values=name)
+        wide = wide.loc[rows, columns].rename(columns=lambda c: c.replace(" ", "\n"))
+        last = ax is axes[-1]
+        tall_heatmap(
+            wide, ax, fmt=".1f", limit=DECADES, colorbar=last, colorbar_label="decades of agreement"
+        )
+        ax.set_title(name.replace("_", " "))
     return figure
 
 

@@ -73,9 +73,11 @@ def test_zoo_figures():
     verdicts = {s.name: identify(s.model, s.prompts, n_prompts=64) for s in subjects}
     table = script["overview"](verdicts)
     assert table.verdict.tolist() == [NORMALIZATION, "gradient descent (2)"]
-    figures = script["zoo_figures"](subjects, verdicts)
-    assert set(figures) == {"scores", "verdicts_by_distribution"}
-    assert figures["verdicts_by_distribution"][1]["count"].sum() == 2
+    figures = script["zoo_figures"](verdicts)
+    assert set(figures) == {"agreement", "verdicts_by_training"}
+    assert figures["verdicts_by_training"][1]["count"].sum() == 2
+    data = figures["agreement"][1]
+    np.testing.assert_allclose(data.score, (data.in_distribution + data.shifted) / 2)
 
 
 # ---- calibration ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from probe.match_figures import (
     pair_panels,
     quantity_columns,
     read_out_panel,
-    score_panel,
+    score_panels,
     weight_panels,
     weight_tables,
 )
@@ -87,7 +87,9 @@ def test_scores_stand_beside_their_null(model):
             "family": ["a", "a", "b", "b"],
         }
     )
-    assert len(score_panel(scores).get_legend().get_texts()) == 2
+    gauge, functional = score_panels(scores).axes
+    assert [text.get_text() for text in gauge.texts] == ["1/1", "1/1"]
+    assert [text.get_text() for text in functional.texts] == ["0/1", "0/1"]
 
 
 def test_pairs_are_marked_where_significant():

@@ -16,11 +16,10 @@ from probe.gauge import gauge_match, invariants
 from probe.matching import align
 from probe.nearest import ConstructionFamily
 from probe.pair import is_construction
-from probe.symmetries import families
-from probe.transformations import HeadMixing, NullWrite, ResidualBasis
+from probe.planted import noisy, relabelled, rotated, scrambled
+from probe.transformations import NullWrite, ResidualBasis
 from probe.weights import (
     centring,
-    change_basis,
     complement,
     input_map,
     weights_of,
@@ -39,43 +38,6 @@ def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def scramble(weights, config, generator):
-    """A random element of every family of symmetries, then a large rotation that fixes 1."""
-    for index in range(len(list(families(weights, config)))):
-        family, identity = list(families(weights, config))[index]
-        step = 0.5 * normal(generator, *identity.shape)
-        is_scale = identity.ndim == 0 and identity == 1
-        weights = family(step.exp() if is_scale else identity + step).transform(weights, config)
-    return rotate(weights, config, generator)
-
-
-def rotate(weights, config, generator):
-    """A random rotation that fixes 1."""
-    d = config.d_model
-    rest = complement(torch.ones(1, d, dtype=torch.float64))
-    turn = torch.linalg.qr(normal(generator, d - 1, d - 1)).Q
-    return ResidualBasis(rest.T @ turn @ rest + 1 / d).transform(weights, config)
-
-
-def rename(weights, config, order, signs, generator=None):
-    """Coordinate order[j], times signs[j], holds what coordinate j held; heads are shuffled."""
-    matrix = permuted.permutation_matrix(np.array(order), np.array(signs, dtype=float))
-    weights = change_basis(weights, config, torch.from_numpy(matrix.T.copy()))
-    for layer in range(config.n_layers if generator is not None else 0):
-        heads = torch.eye(config.n_heads, dtype=torch.float64)
-        heads = heads[torch.randperm(config.n_heads, generator=generator)]
-        scales = normal(generator, config.n_heads)
-        weights = HeadMixing(layer, heads * (scales + scales.sign())).transform(weights, config)
-    return weights
-
-
-def noisy(weights, generator, share=0.01):
-    return {
-        name: value + share * value.square().mean().sqrt() * normal(generator, *value.shape)
-        for name, value in weights.items()
-    }
-
-
 @pytest.mark.parametrize(("p", "trials"), [(1, 60), (2, 30), (3, 3)])
 def test_signed_permutations_are_recovered(p, trials):
     model = closed_form(N, p, scale=10)
@@ -85,7 +47,7 @@ def test_signed_permutations_are_recovered(p, trials):
     generator, rng = torch.Generator().manual_seed(p), np.random.default_rng(p)
     for _ in range(trials):
         order, signs = rng.permutation(d), rng.choice([1.0, -1.0], d)
-        planted = rename(weights, config, order, signs, generator)
+        planted = relabelled(weights, config, order, signs, generator)
         for copy, least in ((planted, 1 - 1e-9), (noisy(planted, generator), 0.99)):
             parts = permuted.parts_of(copy, config, d, last_only=True)
             found = permuted.best_match(parts, target)
@@ -101,7 +63,7 @@ def test_wide_models_are_matched_by_assignment():
     rng = np.random.default_rng(0)
     target = permuted.parts_of(weights, config, 8, last_only=True)
     order, signs = rng.permutation(8), rng.choice([1.0, -1.0], 8)
-    parts = permuted.parts_of(rename(weights, config, order, signs), config, 8, last_only=True)
+    parts = permuted.parts_of(relabelled(weights, config, order, signs), config, 8, last_only=True)
     start = time.perf_counter()
     found = permuted.best_match(parts, target)
     assert time.perf_counter() - start < 20
@@ -139,7 +101,7 @@ def test_gauge_distance_of_scrambled_copies_is_zero(p, trials):
     config, weights = model.cfg, weights_of(model)
     generator = torch.Generator().manual_seed(0)
     target = invariants(weights, config, last_only=True)
-    copies = [scramble(weights, config, generator) for _ in range(trials)]
+    copies = [scrambled(weights, config, generator) for _ in range(trials)]
     inputs = sample_prompts(PromptConfig(n_context=N, n_covariates=p), 4, generator).inputs
     moved = with_weights(model, copies[0])
     assert (moved.embed.W_E - model.embed.W_E).norm() > 0.5
@@ -151,7 +113,7 @@ def test_gauge_distance_of_scrambled_copies_is_zero(p, trials):
 def test_gauge_distance_sees_what_is_no_symmetry(reference):
     config, weights = reference.cfg, weights_of(reference)
     generator = torch.Generator().manual_seed(0)
-    flip = rename(weights, config, range(4), (-1, 1, 1, 1))
+    flip = relabelled(weights, config, range(4), (-1, 1, 1, 1))
     negative = {n: -v if n == "blocks.1.attn.W_V" else v for n, v in weights.items()}
     near = [flip, negative, noisy(weights, generator)]
     found = gauge_match(
@@ -190,7 +152,7 @@ def test_identical_models_score_one(reference, level):
 
 def test_levels_tell_same_weights_same_function_and_other_apart(reference):
     config, weights = reference.cfg, weights_of(reference)
-    turned = with_weights(reference, scramble(weights, config, torch.Generator().manual_seed(1)))
+    turned = with_weights(reference, scrambled(weights, config, torch.Generator().manual_seed(1)))
     scores = {
         level: align(turned, reference, level)
         for level in ("signed_permutation", "gauge", "functional")
@@ -215,7 +177,7 @@ def test_levels_tell_same_weights_same_function_and_other_apart(reference):
 
 
 def test_mapping_in_words_and_aligned_model(reference):
-    weights = rename(weights_of(reference), reference.cfg, (3, 0, 2, 1), (1, 1, -1, 1))
+    weights = relabelled(weights_of(reference), reference.cfg, (3, 0, 2, 1), (1, 1, -1, 1))
     found = align(with_weights(reference, weights), reference)
     assert found.words[2:] == ("learned 2 = −const", "learned 3 = x_1")
     for name, value in found.model.named_parameters():
@@ -255,7 +217,7 @@ def test_nearest_construction_finds_its_own_free_choices():
         ((8.0, 2.0), 1.0, 1.0, 0.0),
     ):
         member = family.member(units, const, spare, reading)
-        learned = rotate(member.weights, family.base.cfg, generator)
+        learned = rotated(member.weights, family.base.cfg, generator)
         found = family.nearest(learned, family.base.cfg)
         assert found.units == pytest.approx(units, rel=1e-6)
         assert (found.const, found.spare) == pytest.approx((const, spare), rel=1e-6)
