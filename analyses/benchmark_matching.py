@@ -2,10 +2,11 @@
 
 Recovery: closed-form constructions for 1 to 3 covariates are changed by random symmetries, with
 and without noise of 1 % on every weight, and aligned back. "signed_permutation" counts a trial if
-order and signs are those planted, "gauge" if the rotation of the residual stream is. False
-alarms: untrained models and models with another algorithm, fresh draws, are aligned to a
-construction and to the nearest one; at most 1 % of them may be significant at 1 %. The null
-distribution is itself drawn anew several times. Cost: CPU seconds of a pair, without its null.
+order and signs are those planted, "gauge" if the rotation of the residual stream is; symmetries
+that are nearly singular are left out, since noise drowns what they shrink. False alarms:
+untrained models and models with another algorithm, fresh draws, are aligned to a construction and
+to the nearest one; at most 1 % of them may be significant at 1 %. The null distribution is itself
+drawn anew several times. Cost: CPU seconds of a pair, without its null.
 """
 
 import time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,22 +11,36 @@ from torch import Tensor
 from models.config import ModelConfig
 from probe.signed_permutation import permutation_matrix
 from probe.symmetries import families
-from probe.transformations import HeadMixing, ResidualBasis
+from probe.transformations import HeadMixing, ResidualBasis, Symmetry
 from probe.weights import Weights, change_basis, complement
 
 # Size of the random step that each family of symmetries takes away from the identity.
 _STEP = 0.5
+_WORST_CONDITION = 30
 
 
 def scrambled(weights: Weights, config: ModelConfig, generator: torch.Generator) -> Weights:
-    """A random element of every family of symmetries, then a large rotation that fixes 1."""
+    """A random element of every family of symmetries, then a large rotation that fixes 1.
+
+    Nearly singular matrices are drawn again: they are exact symmetries too, but what they
+    shrink drowns in noise that is added afterwards.
+    """
     for index in range(len(list(families(weights, config)))):
         # Built anew: what a family is free to do depends on the weights.
         family, identity = list(families(weights, config))[index]
-        step = _STEP * _normal(generator, *identity.shape)
-        is_scale = identity.ndim == 0 and identity == 1
-        weights = family(step.exp() if is_scale else identity + step).transform(weights, config)
+        weights = _element(family, identity, generator).transform(weights, config)
     return rotated(weights, config, generator)
+
+
+def _element(family: Callable, identity: Tensor, generator: torch.Generator) -> Symmetry:
+    """A member of a family, a random step away from the identity."""
+    is_scale = identity.ndim == 0 and identity == 1
+    while True:
+        step = _STEP * _normal(generator, *identity.shape)
+        symmetry = family(step.exp() if is_scale else identity + step)
+        matrix = getattr(symmetry, "matrix", None)
+        if matrix is None or torch.linalg.cond(matrix) < _WORST_CONDITION:
+            return symmetry
 
 
 def rotated(weights: Weights, config: ModelConfig, generator: torch.Generator) -> Weights:

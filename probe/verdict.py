@@ -7,7 +7,7 @@
    descent (k → ∞) and of ridge (λ → 0), which can therefore always come close to it: one of them
    is named only where it beats least squares by `lead` decades.
 2. The named algorithm must describe the model, by a score low enough. Where no algorithm does,
-   the answer is "other".
+   the answer is "other", or "undecided" if layer norm divides all the same (step 4).
 3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
    Newton and ridge do not count against least squares: step 1 has settled them.
 4. Least squares is "by normalization" if the division test is in force at some layer (several
@@ -177,7 +177,11 @@ def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
     trivial = best.loc[best.score[list(TRIVIAL)].idxmin()]
     described, excluded = thresholds["score"]
     if named.score >= excluded:
-        return Decision(OTHER, named, (_describes(named, nearest=True), "None describes it."), ())
+        reasons = (_describes(named, nearest=True), "None describes it.")
+        kind, mechanism = _mechanism(findings, thresholds)
+        if kind == NORMALIZATION:
+            return Decision(UNDECIDED, named, (*reasons, f"And yet: {mechanism}"), ())
+        return Decision(OTHER, named, reasons, ())
     if trivial.score <= named.score + thresholds["margin"]:
         return Decision(OTHER, trivial, (f"It predicts the {trivial.algorithm}.",), ())
     worst = f"At worst, {named.worst_condition}, it leaves {named.worst:.1e}."
@@ -250,11 +254,14 @@ def _limits(
         pair = frozenset((named.algorithm, algorithm))
         if algorithm == named.algorithm or findings.apart_here[pair] > thresholds["coincide"]:
             continue
+        converged = findings.apart[pair] <= thresholds["coincide"]
+        if converged and algorithm == RIDGE and named.algorithm == LEAST_SQUARES:
+            continue  # without a penalty it is least squares
         text = (
             f"{_name(best.loc[algorithm])} cannot be told apart from it in distribution (they "
             f"differ by {findings.apart_here[pair]:.1e})"
         )
-        if findings.apart[pair] > thresholds["coincide"]:
+        if not converged:
             text += f", only under the shifts (by up to {findings.apart[pair]:.1e})"
         elif named.algorithm == LEAST_SQUARES:
             text += " or under any shift: it has converged to least squares, its limit"

@@ -251,6 +251,10 @@ RULE = {
     ),
     "two as close": (findings({NEWTON: -5, DESCENT: -5.01}), UNDECIDED),
     "nothing near": (findings({LEAST_SQUARES: -0.1}, distance=0.9), OTHER),
+    "nothing near, though layer norm divides": (
+        findings({LEAST_SQUARES: -1}, distance=0.1, division=IN_FORCE),
+        UNDECIDED,
+    ),
     "mean as good as anything": (findings({"context mean": -5, DESCENT: -5}), OTHER),
 }
 
@@ -258,6 +262,12 @@ RULE = {
 @pytest.mark.parametrize(("case", "kind"), RULE.values(), ids=RULE)
 def test_rule(case, kind):
     assert decide(case, THRESHOLDS).kind == kind
+
+
+def test_ridge_without_a_penalty_is_no_objection_to_least_squares():
+    converged = decide(findings({LEAST_SQUARES: -3}, division=IN_FORCE, apart=1e-9), THRESHOLDS)
+    named = [text.split(" ")[0] for text in converged.objections]
+    assert named == ["Newton", "Gradient"]
 
 
 @settings(max_examples=200, deadline=None)
