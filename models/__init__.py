@@ -4,7 +4,7 @@ Names are imported on first use, so that work on prompts or training alone does
 not pay the seconds that transformer-lens takes to import.
 """
 
-import importlib
+from models.lazy import attach
 
 _HOMES = {
     "ModelConfig": "models.config",
@@ -31,16 +31,4 @@ _HOMES = {
     "train": "models.training",
 }
 
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module 'models' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOMES.keys())
+__getattr__, __dir__, __all__ = attach(__name__, _HOMES)

@@ -3,7 +3,7 @@
 Names are imported on first use (see `models`).
 """
 
-import importlib
+from models.lazy import attach
 
 _HOMES = {
     "Subject": "probe.subject",
@@ -26,16 +26,4 @@ _HOMES = {
     "Verdict": "probe.verdict",
 }
 
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module 'probe' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOMES.keys())
+__getattr__, __dir__, __all__ = attach(__name__, _HOMES)

@@ -39,7 +39,8 @@ from models.config import ModelConfig
 from probe.transformations import ResidualBasis
 from probe.weights import Weights, centring, complement, input_map
 
-_STARTS = 5  # that climb
+# Starts that are looked at in full, and those that climb.
+_PROMISING, _STARTS = 32, 5
 _STEPS = 40
 _SHIFT = 1.0
 _MOST_PERMUTATIONS = 48
@@ -198,14 +199,11 @@ class _Problem:
     def solve(self) -> tuple[Tensor, Tensor]:
         """Best rotation [b, D-1, D-1] and sign of the component along 1 [b]."""
         starts, flips = self.starts()
-        kept = self.parts(starts, flips).mean(-1).argsort(1)[:, :_STARTS]
-        size = starts.shape[-1]
-        rotations = starts.gather(1, kept[:, :, None, None].expand(-1, -1, size, size))
-        flips = flips.gather(1, kept)
+        starts, flips = _lowest(starts, flips, self.bounds(starts, flips), _PROMISING)
+        rotations, flips = _lowest(starts, flips, self.parts(starts, flips).mean(-1), _STARTS)
         rotations = self.climb(rotations, flips)
-        best = self.parts(rotations, flips).mean(-1).argmin(1)
-        rows = torch.arange(len(best))
-        return rotations[rows, best], flips[rows, best]
+        best, sign = _lowest(rotations, flips, self.parts(rotations, flips).mean(-1), 1)
+        return best[:, 0], sign[:, 0]
 
     def climb(self, rotations: Tensor, flips: Tensor) -> Tensor:
         """Ascent by polar steps until no problem moves."""
@@ -330,6 +328,14 @@ class _Problem:
         turn = _polar(rest.detach().mT @ (goal[:, None] @ theirs)[..., 1:])
         ahead = ours[..., :1] @ theirs[..., :1].mT
         return ahead + ours[..., 1:] @ turn @ theirs[..., 1:].mT
+
+
+def _lowest(rotations: Tensor, flips: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` rotations [b, s, D-1, D-1] and flips [b, s] of lowest values [b, s]."""
+    kept = values.argsort(1)[:, :count]
+    size = rotations.shape[-1]
+    index = kept[:, :, None, None].expand(-1, -1, size, size)
+    return rotations.gather(1, index), flips.gather(1, kept)
 
 
 def _with_corner(rotation: Tensor, flip: Tensor) -> Tensor:

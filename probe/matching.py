@@ -317,12 +317,16 @@ def _align_functional(pair: Pair, seed: int, prompt_config: PromptConfig | None)
     inputs = functional.shared_prompts(prompt_config, seed)
     shells = [with_weights(one, weights_of(one)) for one in (pair.model, pair.reference)]
 
+    def runs(shell: LinearAttentionTransformer, weights: Weights) -> tuple[functional.Run, ...]:
+        shell.load_state_dict(weights)
+        return tuple(functional.run(shell, batch) for batch in inputs)
+
+    reference_runs = runs(shells[1], pair.target)
+
     def match(weights: Weights, target: Weights) -> tuple[pd.DataFrame, Tensor]:
-        runs = []
-        for shell, values in zip(shells, (weights, target), strict=True):
-            shell.load_state_dict(values)
-            runs.append(tuple(functional.run(shell, batch) for batch in inputs))
-        return functional.functional_match(*runs, free_last=pair.last_only)
+        same = target is pair.target
+        goal = reference_runs if same else runs(shells[1], target)
+        return functional.functional_match(runs(shells[0], weights), goal, pair.last_only)
 
     def scorer(models: Sequence[Weights]) -> np.ndarray:
         tables = [match(one, pair.choose(one))[0] for one in models]
