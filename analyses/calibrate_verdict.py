@@ -124,6 +124,7 @@ def measured(case: Case) -> dict:
         "group": oracle.group,
         "known": oracle.kind,
         "known_k": oracle.k,
+        "sites": findings.sites,
         **{f"score: {name}": score for name, score in best.score.items()},
         "division_r2": findings.division_r2,
         "division_slope": findings.division_slope,
@@ -179,6 +180,9 @@ def fit(scores: pd.DataFrame) -> dict:
     trivial = scores[[f"score: {name}" for name in TRIVIAL]].min(axis=1)
     unknown = nearest[(scores.known == OTHER) & (trivial > nearest + GUARD)]
 
+    # Functions stand for what a network might compute, and bound its score as well.
+    outside = nearest[unknown.index][~scores.sites[unknown.index]]
+
     named = rivals[scores.known != OTHER]
     names = scores.known.map(ALGORITHM)[named.index]
     is_own = names.to_numpy()[:, None] == np.array(ALGORITHMS)
@@ -194,6 +198,7 @@ def fit(scores: pd.DataFrame) -> dict:
     absent = scores[~scores.known.isin([NORMALIZATION, RIDGE])].dropna(subset="division_r2")
     return {
         "score": between(own, unknown),
+        "alone": round(sum(gap(own[~scores.sites[own.index]], outside)) / 2, 3),
         "lead": round(float(short.max() + ahead.min()) / 2, 3),
         # Half the smallest margin seen: room for models less exact than the oracles.
         "margin": round(float(max(margins.min(), 0)) / 2, 3),
@@ -204,17 +209,19 @@ def fit(scores: pd.DataFrame) -> dict:
 
 
 def between(low: Iterable[float], high: Iterable[float]) -> tuple[float, float]:
-    """Thirds of the gap in which `low` and `high` are best kept apart.
+    """Thirds of the gap in which `low` and `high` are best kept apart."""
+    bottom, top = gap(low, high)
+    third = (top - bottom) / 3
+    return round(float(bottom + third), 3), round(float(top - third), 3)
 
-    The gap is the one with the fewest values of either on the wrong side, and the widest of
-    those.
-    """
+
+def gap(low: Iterable[float], high: Iterable[float]) -> tuple[float, float]:
+    """The gap with the fewest values of either on the wrong side, and the widest of those."""
     low, high = np.sort(list(low)), np.sort(list(high))
     edges = np.unique(np.concatenate([low, high]))
     gaps = [((low > a).sum() + (high < b).sum(), a - b, a, b) for a, b in pairwise(edges)]
     _, _, bottom, top = min(gaps)
-    third = (top - bottom) / 3
-    return round(float(bottom + third), 3), round(float(top - third), 3)
+    return float(bottom), float(top)
 
 
 def rewrite(path: Path, thresholds: dict) -> None:

@@ -66,6 +66,8 @@ class Findings:
         division_slope: slope at that layer.
         division_layer: that layer, in words.
         not_applicable: why the division test does not apply.
+        sites: whether the model is a `LinearAttentionTransformer`; of others only behaviour is
+            seen.
         procedure: for several covariates, what the pivots spell out: "elimination (x1, x2)",
             "closed form by determinant", or None.
         evidence: all measurements: measure, condition, family, k, query_row, value, ci_low,
@@ -79,6 +81,7 @@ class Findings:
     division_slope: float | None
     division_layer: str
     not_applicable: str
+    sites: bool
     procedure: str | None
     evidence: pd.DataFrame
 
@@ -135,6 +138,7 @@ def gather(
         division_slope=float(slope.value.iloc[0]) if len(r2) else None,
         division_layer=at_best,
         not_applicable=reason,
+        sites=known,
         procedure=procedure,
         evidence=_tidy(tables),
     )

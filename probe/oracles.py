@@ -119,11 +119,20 @@ def _all(seed: int) -> Iterator[tuple[str, str, int | None, Callable[[], Any], P
         _nearest_sample,
         _last_sample,
         _halved,
-        _median_slope,
+        median_slope,
         algorithms.context_mean,
     ):
         for _ in range(4):
             yield "another function", OTHER, None, partial(_function, function), draw.prompts(p=1)
+    for _ in range(16):
+        prompts = draw.prompts()
+        yield (
+            "construction from outside",
+            OTHER_MECHANISM,
+            None,
+            _from_outside(draw, prompts),
+            prompts,
+        )
 
 
 class _Draw:
@@ -165,6 +174,18 @@ def _constructions(draw: _Draw, noisy: bool) -> Iterator[tuple]:
         return _transformed(_with_noise(build(), noise, seed), seed)
 
     yield "construction" + noisy * ", noisy", NORMALIZATION, None, moved, prompts
+
+
+def _from_outside(draw: _Draw, prompts: PromptConfig) -> Callable[[], Callable[[Tensor], Tensor]]:
+    """A construction as a callable; R = 10 is left out, as inexact as other estimators are."""
+    size = {"n_context": prompts.n_context, "n_covariates": prompts.n_covariates}
+    build = partial(closed_form, **size, scale=draw.choice(30.0, 100.0, 1000.0))
+
+    def wrapped() -> Callable[[Tensor], Tensor]:
+        model = build()
+        return lambda inputs: model(inputs)
+
+    return wrapped
 
 
 def _with_noise(
@@ -292,7 +313,7 @@ def _halved(prompts: Prompts) -> Tensor:
     return 0.5 * prompts.least_squares
 
 
-def _median_slope(prompts: Prompts) -> Tensor:
+def median_slope(prompts: Prompts) -> Tensor:
     """Theil-Sen: the median slope over pairs of samples, through the medians."""
     first, second = torch.triu_indices(prompts.n_context, prompts.n_context, offset=1)
     x, y = prompts.x[..., 0], prompts.y

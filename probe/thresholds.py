@@ -3,6 +3,7 @@
 score         log10 distance, half in distribution and half over the shifts: at or below the first
               the nearest algorithm describes the model, at or above the second it does not, between
               them the verdict is undecided
+alone         score at or below which it describes a model of which only behaviour is seen
 lead          decades of score by which a rival must beat least squares, which is the limit of
               Newton, gradient descent and ridge, to be named in its place
 margin        decades of score by which the named algorithm must beat every other
@@ -14,6 +15,7 @@ coincide      distance below which two rivals are the same on given prompts (a c
 
 THRESHOLDS = {
     "score": (-1.98, -1.875),
+    "alone": -3.909,
     "lead": 0.405,
     "margin": 0.117,
     "division_r2": (0.343, 0.59),

@@ -6,7 +6,8 @@
    and one half averaged over the shifts. Least squares is the limit of Newton and gradient
    descent (k → ∞) and of ridge (λ → 0), which can therefore always come close to it: one of them
    is named only where it beats least squares by `lead` decades.
-2. The named algorithm must describe the model, by a score low enough. Where no algorithm does,
+2. The named algorithm must describe the model, by a score low enough; lower where only behaviour
+   is seen, since any function may stand behind it. Where no algorithm describes the model,
    the answer is "other", or "undecided" if layer norm divides all the same (step 4).
 3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
    Newton and ridge do not count against least squares: step 1 has settled them.
@@ -186,8 +187,10 @@ def decide(findings: Findings, thresholds: Mapping[str, Any]) -> Decision:
         return Decision(OTHER, trivial, (f"It predicts the {trivial.algorithm}.",), ())
     worst = f"At worst, {named.worst_condition}, it leaves {named.worst:.1e}."
     reasons = (_describes(named), worst)
-    if named.score > described:
+    if named.score > (described if findings.sites else thresholds["alone"]):
         why = "That is neither close enough to name it nor far enough to rule it out."
+        if not findings.sites:
+            why += " Only behaviour was seen, and other estimators come as close."
         return Decision(UNDECIDED, named, (*reasons, why), ())
 
     rivals = [a for a in ALGORITHMS if a != named.algorithm]

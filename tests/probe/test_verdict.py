@@ -21,7 +21,7 @@ from models import (
 )
 from probe import Verdict, algorithms, identify
 from probe.findings import ALGORITHM, Findings, gather
-from probe.oracles import Solver, as_prompts
+from probe.oracles import Solver, as_prompts, median_slope
 from probe.thresholds import THRESHOLDS
 from probe.verdict import (
     DESCENT,
@@ -154,6 +154,12 @@ def test_callables_have_no_mechanism(verdicts):
     assert "not applicable" in verdict.words
 
 
+def test_robust_regression_is_not_taken_for_least_squares():
+    """Theil-Sen comes within a few percent of it, and its mechanism cannot be seen."""
+    found = gather(function(median_slope), PLAIN, 128, seeded(), thorough=False)
+    assert decide(found, THRESHOLDS).kind in (OTHER, UNDECIDED)
+
+
 def test_same_seed_same_verdict(verdicts):
     again = identify(function(algorithms.newton, 3), PLAIN, n_prompts=128)
     pd.testing.assert_frame_equal(again.evidence, verdicts("Newton(3)").evidence)
@@ -205,7 +211,7 @@ def test_bad_input_is_refused_by_name(model, options, message):
 # ---- the rule itself --------------------------------------------------------------------
 
 
-def findings(scores, distance=1e-3, division=None, apart=1.0):
+def findings(scores, distance=1e-3, division=None, apart=1.0, sites=True):
     """Findings with these scores by algorithm; others far away."""
     algorithms_ = list(dict.fromkeys(ALGORITHM.values()))
     best = pd.DataFrame(
@@ -224,7 +230,7 @@ def findings(scores, distance=1e-3, division=None, apart=1.0):
     pairs = {frozenset((a, b)): apart for a in algorithms_ for b in algorithms_ if a != b}
     r2, slope = division or (None, None)
     return Findings(
-        best, pairs, pairs, r2, slope, "layer 1", "not applicable", None, pd.DataFrame()
+        best, pairs, pairs, r2, slope, "layer 1", "not applicable", sites, None, pd.DataFrame()
     )
 
 
@@ -248,6 +254,14 @@ RULE = {
     "descent as close as least squares": (
         findings({LEAST_SQUARES: -3, DESCENT: -3.01}, division=IN_FORCE),
         UNDECIDED,
+    ),
+    "as close, but only seen from outside": (
+        findings({LEAST_SQUARES: THRESHOLDS["alone"] + 0.1}, sites=False),
+        UNDECIDED,
+    ),
+    "closer, seen from outside": (
+        findings({LEAST_SQUARES: THRESHOLDS["alone"] - 0.1}, sites=False),
+        OTHER_MECHANISM,
     ),
     "two as close": (findings({NEWTON: -5, DESCENT: -5.01}), UNDECIDED),
     "nothing near": (findings({LEAST_SQUARES: -0.1}, distance=0.9), OTHER),
