@@ -2,7 +2,8 @@
 
 Every oracle of `probe.oracles` is measured once. Thresholds are fitted on the even ones and
 written to probe/thresholds.py; the confusion matrix is given for both halves. Trained models take
-no part. With --fit False the thresholds in force are reported and stay.
+no part. With --no-fit the thresholds in force stay, and are judged on oracles that had no part in
+them: give a --seed other than 0.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import probe.thresholds
 from probe import load_subject
 from probe.figures import TWO_COLUMNS
 from probe.findings import Findings, gather
-from probe.oracles import Oracle, oracles
+from probe.oracles import AFTER_GRADIENT_STEPS, Oracle, oracles
 from probe.reporting import AnalysisConfig, Output, in_parallel, main
 from probe.thresholds import THRESHOLDS
 from probe.verdict import (
@@ -43,7 +44,8 @@ from probe.verdict import (
 from probe.verdict_figures import confusion_heatmap
 
 TABLE = Path(probe.thresholds.__file__)
-HALVES = ("calibration", "held out")
+# Which oracles took part in fitting; with --no-fit none of them did.
+HALVES, FRESH = ("calibration", "held out"), "fresh"
 GUARD = 0.1
 # Name in `Findings.best` of what deserves each verdict.
 ALGORITHM = {NORMALIZATION: LEAST_SQUARES, OTHER_MECHANISM: LEAST_SQUARES}
@@ -81,15 +83,18 @@ def run(config: Config) -> Output:
     findings = in_parallel(calls, config.jobs, "oracles")
     cases = list(zip(chosen, findings, strict=True))
     scores = pd.DataFrame([measured(case) for case in cases])
-    scores.insert(0, "half", [HALVES[i % 2] for i in range(len(cases))])
+    scores.insert(0, "half", [HALVES[i % 2] if config.fit else FRESH for i in range(len(cases))])
     thresholds = THRESHOLDS
     if config.fit:
         thresholds = fit(scores[scores.half == HALVES[0]])
         rewrite(config.table or TABLE, thresholds)
     verdicts = pd.DataFrame([judge(case, thresholds) for case in cases])
     scores = pd.concat([scores, verdicts], axis=1)
-    figure, axes = plt.subplots(2, 1, figsize=(TWO_COLUMNS, 6.5))
-    for ax, half in zip(axes, HALVES, strict=True):
+    halves = scores.half.unique()
+    figure, axes = plt.subplots(
+        len(halves), 1, figsize=(TWO_COLUMNS, 3.25 * len(halves)), squeeze=False
+    )
+    for ax, half in zip(axes[:, 0], halves, strict=True):
         confusion_heatmap(confusion(scores[scores.half == half]), ax)
         ax.set_title(half)
     counts = confusion(scores)
@@ -128,6 +133,9 @@ def measured(case: Case) -> dict:
         **{f"score: {name}": score for name, score in best.score.items()},
         "division_r2": findings.division_r2,
         "division_slope": findings.division_slope,
+        "residual_r2": findings.residual_r2,
+        "residual_slope": findings.residual_slope,
+        "residual_share": findings.residual_share,
     }
 
 
@@ -193,7 +201,10 @@ def fit(scores: pd.DataFrame) -> dict:
     # Newton and ridge do not count against least squares, their limit.
     margins = others[DESCENT].where(closed, others.min(axis=1)) - own
 
-    in_force = scores[scores.known == NORMALIZATION]
+    divides = scores[scores.known == NORMALIZATION]
+    # After a gradient step layer norm divides by what is left, and not by V.
+    at_once = divides[divides.group != AFTER_GRADIENT_STEPS]
+    residual = divides.dropna(subset="residual_r2")
     # Ridge written into weights divides by layer norm as well.
     absent = scores[~scores.known.isin([NORMALIZATION, RIDGE])].dropna(subset="division_r2")
     return {
@@ -202,8 +213,11 @@ def fit(scores: pd.DataFrame) -> dict:
         "lead": round(float(short.max() + ahead.min()) / 2, 3),
         # Half the smallest margin seen: room for models less exact than the oracles.
         "margin": round(float(max(margins.min(), 0)) / 2, 3),
-        "division_r2": between(absent.division_r2, in_force.division_r2),
-        "division_slope": round(float(in_force.division_slope.min()) / 2, 3),
+        "division_r2": between(absent.division_r2, at_once.division_r2),
+        "division_slope": round(float(at_once.division_slope.min()) / 2, 3),
+        "residual_r2": between(absent.residual_r2.dropna(), residual.residual_r2),
+        "residual_slope": round(float(residual.residual_slope.min()) / 2, 3),
+        "share": THRESHOLDS["share"],
         "coincide": THRESHOLDS["coincide"],
     }
 

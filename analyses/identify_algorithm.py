@@ -98,6 +98,7 @@ def overview(verdicts: dict[str, Verdict]) -> pd.DataFrame:
                 "least sq.": score["least squares"],
                 "descent": score["gradient descent"],
                 "division": verdict.findings.division_r2,
+                "residual": verdict.findings.residual_r2,
             }
         )
     return pd.DataFrame(rows)

@@ -1,15 +1,17 @@
 """Does layer norm divide by V?
 
 Per layer: how the norm's scale follows V over prompts (log-log slope, R²), what happens to the
-prediction when scales are swapped between prompts (the division test), and the distributions of
-the norm's input, mean, scale and output beside those of the closed-form construction.
+prediction when scales are swapped between prompts (the division test), the same with the
+residuals that the stream holds after a step of gradient descent, and the distributions of the
+norm's input, mean, scale and output beside those of the closed-form construction.
 """
 
 import pandas as pd
 import torch
 from pydantic import Field
 
-from probe import division_test, load_subject, norm_statistics
+from probe import division_test, load_subject, norm_statistics, residual_division_test
+from probe.division import held_scale_points
 from probe.norms import scale_law, scale_points
 from probe.plots import norm_panels, scale_panels
 from probe.quantities import statistic_label
@@ -54,6 +56,25 @@ def run(config: Config) -> Output:
         "scale_against_variance": (scale_panels(points), points),
         "norm_distributions": (norm_panels(distributions), distributions),
     }
+    if subject.prompts.n_covariates == 1 and subject.model.cfg.normalization == "branch":
+        residual = residual_division_test(subject.model, subject.prompts, **settings)
+        held = held_scale_points(subject.model, subject.prompts, **settings)
+        for name, table in (("residual", residual), ("held_scale", scale_law(held, generator))):
+            renamed = {column: f"{name}_{column}" for column in (*_RENAMED, "share", "step")}
+            scores = scores.merge(
+                table.drop(columns="statistic", errors="ignore").rename(columns=renamed), on="layer"
+            )
+        figures["scale_against_held_variance"] = (scale_panels(held), held)
+        notes.append(
+            "residual: the same with x' and y' that the stream holds; share: of the fit, left to "
+            "the division; γ: x' = (1 - γ V)(x - x̄)."
+        )
+        notes += [
+            f"residual, layer {row.layer}: slope {row.slope:.3f} ± "
+            f"{(row.slope_high - row.slope_low) / 2:.3f}, R² {row.r2:.3f} ± "
+            f"{(row.ci_high - row.ci_low) / 2:.3f}; share {row.share:.2f}, γ {row.step:.3f}"
+            for row in residual.itertuples()
+        ]
     return Output(scores, shown, figures, subject.sha256, tuple(notes))
 
 

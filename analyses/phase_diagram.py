@@ -24,12 +24,13 @@ from models.runfolder import write_atomically
 from models.training import default_name
 from probe import Subject, Verdict, division_test, identify, load_subject
 from probe.figures import PALETTE, TWO_COLUMNS, heatmap
-from probe.reporting import AnalysisConfig, Output, main
+from probe.reporting import AnalysisConfig, Output, in_parallel, main
 from probe.thresholds import THRESHOLDS
 
 CLOSED_FORM = "closed form by normalization"
 CELL = ["x_mean_std", "x_log_scale", "l1"]
-MEDIANS = ("normalised_mse", "division_r2", "division_r2_diverse")
+MEDIANS = ("normalised_mse", "division_r2", "residual_r2", "division_r2_diverse")
+_TESTS = ("division_r2", "division_slope", "residual_r2", "residual_slope", "residual_share")
 
 
 class Config(AnalysisConfig):
@@ -66,7 +67,7 @@ def run(config: Config) -> Output:
     subject = load_subject(config.checkpoint)
     folders = _train(config)
     jobs = [joblib.delayed(_judged)(folder, config) for folder in folders]
-    scores = pd.DataFrame(joblib.Parallel(n_jobs=config.n_jobs)(jobs))
+    scores = pd.DataFrame(in_parallel(jobs, config.n_jobs, "verdicts"))
     cells = shares(scores)
     figures = {
         "phase_diagram": (phase_maps(cells), cells),
@@ -89,7 +90,7 @@ def shares(scores: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         DataFrame with columns x_mean_std, x_log_scale, l1, models, closed_form, share, ci_low,
-        ci_high (Wilson, 95 %), and medians of normalised_mse, division_r2, division_r2_diverse.
+        ci_high (Wilson, 95 %), and medians of `MEDIANS`.
     """
     rows = []
     for cell, group in scores.groupby(CELL, sort=True):
@@ -198,8 +199,7 @@ def _judged(folder: Path, config: Config) -> dict[str, object]:
         "status": record["status"],
         "normalised_mse": record["normalised_mse"],
         "verdict": found["verdict"]["kind"],
-        "division_r2": found["verdict"]["division_r2"],
-        "division_slope": found["verdict"]["division_slope"],
+        **{name: found["verdict"][name] for name in _TESTS},
         "division_r2_diverse": found["division_r2_diverse"],
         "sha256": subject.sha256,
     }

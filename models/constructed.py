@@ -39,6 +39,13 @@ and x_k at the key and writes +-b r_k S_kk on (const, spare). With
 a = r_k sqrt(2/D) b, layer norm adds -x_k S_kj / S_kk to coordinate j: the division
 by the pivot S_kk, which is n V / R² for p = 1.
 
+*Gradient steps* may stand between centring and elimination. A step γ of GD++ (below)
+takes every row to x - γ Σ_xx x and y - γ Σ_xy·x, with Σ the covariances over key rows: a
+head reads the covariates on both sides and writes on all signals, another reads h on
+both sides and writes a constant to divide by. What the step predicts is in y from then
+on, and least squares of the rest is least squares of the whole, so that predictions stay
+the same for any γ that leaves the covariates independent.
+
 *Readout.* Coordinate y at the query is now -ŷ / R; the readout multiplies by -R.
 
 *Ridge (p = 1).* Head 2 reads x_1 + c h with c = sqrt(λ) / (R r_1) as key and as value.
@@ -90,6 +97,7 @@ def closed_form(
     exclude_query: bool = False,
     dtype: torch.dtype = torch.float64,
     order: Sequence[int] | None = None,
+    gradient_steps: Sequence[float] = (),
 ) -> LinearAttentionTransformer:
     """The transformer that computes least squares in closed form.
 
@@ -102,10 +110,12 @@ def closed_form(
         dtype: dtype of the weights.
         order: in which the covariates are eliminated, (2, 1) for x_2 first; as numbered by
             default.
+        gradient_steps: γ of each step of GD++ that is taken before the elimination, in units of
+            1 / V; one more layer each.
 
     Raises:
         ValueError: if fewer than p + 2 samples, `scale` not positive and finite, `ridge`
-            negative or used with p > 1, `order` not a permutation of 1 .. p.
+            negative or used with p > 1 or gradient steps, `order` not a permutation of 1 .. p.
     """
     if n_covariates < 1 or n_context < n_covariates + 2:
         raise ValueError(
@@ -120,6 +130,8 @@ def closed_form(
         raise ValueError(
             f"ridge={ridge} is for n_covariates=1 only, got {n_covariates}; set it to 0"
         )
+    if ridge and len(gradient_steps):
+        raise ValueError(f"ridge={ridge} and gradient_steps do not combine; use one of them")
     numbers = range(1, n_covariates + 1)
     order = tuple(numbers) if order is None else tuple(order)
     if sorted(order) != list(numbers):
@@ -129,7 +141,7 @@ def closed_form(
     model = blank(
         ModelConfig(
             d_model=basis.d_model,
-            n_layers=n_covariates + 1,
+            n_layers=1 + len(gradient_steps) + n_covariates,
             n_heads=2,
             n_context=n_context,
             n_covariates=n_covariates,
@@ -139,10 +151,13 @@ def closed_form(
         )
     )
     centre(model, basis, scale)
+    for layer, step in enumerate(gradient_steps, start=1):
+        _gradient_step(model, layer, basis, scale, step)
     eliminated = tuple(f"x_{j}" for j in order)
     for k, pivot in enumerate(eliminated, start=1):
-        attn = model.blocks[k].attn
-        clean = 1 + k * basis.gain  # the half difference before this layer
+        layer = len(gradient_steps) + k
+        attn = model.blocks[layer].attn
+        clean = 1 + layer * basis.gain  # the half difference before this layer
         size = HEADROOM * scale**2 / n_keys(model)
         eliminate = torch.zeros(basis.d_model, basis.d_model, dtype=torch.float64)
         for name in (*eliminated[k:], "y"):
@@ -277,6 +292,24 @@ def centre(model: LinearAttentionTransformer, basis: Basis, scale: float) -> Non
     half_difference = basis.half_difference
     set_head(
         model.blocks[0].attn, 0, query=half_difference, key=half_difference, value=size * value
+    )
+
+
+def _gradient_step(
+    model: LinearAttentionTransformer, layer: int, basis: Basis, scale: float, step: float
+) -> None:
+    """Write a step of GD++ on all signals; `step` is γ."""
+    covariates = _covariate_names(model.cfg.n_covariates)
+    clean = 1 + layer * basis.gain
+    size = HEADROOM / n_keys(model)
+    move = sum(torch.outer(basis[name], basis.write(name)) for name in (*covariates, "y"))
+    weight = -step * size * clean**3 * scale**2 / basis.gain
+    read = torch.stack([basis[name] for name in covariates])
+    constant = basis.half_difference
+    attn = model.blocks[layer].attn
+    set_head(attn, 0, query=read, key=read, value=weight * move)
+    set_head(
+        attn, 1, query=constant, key=constant, value=size * torch.outer(constant, basis.divisor)
     )
 
 

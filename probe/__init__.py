@@ -15,6 +15,7 @@ _HOMES = {
     "ablate_direction": "probe.interventions",
     "interchange": "probe.interventions",
     "division_test": "probe.division",
+    "residual_division_test": "probe.division",
     "norm_statistics": "probe.norms",
     "pivot_label": "probe.pivots",
     "pivot_test": "probe.pivots",

@@ -27,7 +27,15 @@ from probe.behaviour import (
     where_finite,
 )
 from probe.ladder import FAMILIES, Ladder, climb
-from probe.mechanism import DIVISION, SLOPE, division_evidence, supporting_evidence
+from probe.mechanism import (
+    DIVISION,
+    RESIDUAL_DIVISION,
+    RESIDUAL_SLOPE,
+    SHARE,
+    SLOPE,
+    division_evidence,
+    supporting_evidence,
+)
 from probe.predictor import Predictor
 
 # The algorithm each family of rivals stands for.
@@ -65,6 +73,9 @@ class Findings:
         division_r2: R² of the division test at its best layer; None if it does not apply.
         division_slope: slope at that layer.
         division_layer: that layer, in words.
+        residual_r2: R² of the residual division test at its best layer; None if it does not apply.
+        residual_slope: slope at that layer.
+        residual_share: share of the fit that is left to that layer.
         not_applicable: why the division test does not apply.
         sites: whether the model is a `LinearAttentionTransformer`; of others only behaviour is
             seen.
@@ -80,6 +91,9 @@ class Findings:
     division_r2: float | None
     division_slope: float | None
     division_layer: str
+    residual_r2: float | None
+    residual_slope: float | None
+    residual_share: float | None
     not_applicable: str
     sites: bool
     procedure: str | None
@@ -127,21 +141,33 @@ def gather(
         tables.append(further_measures(predictor, informative, batches, generator))
         tables.append(supporting_evidence(model, prompt_config, generator))
 
-    r2 = division[division.measure == DIVISION]
-    at_best = r2.loc[r2.value.idxmax(), "condition"] if len(r2) else ""
-    slope = division[(division.measure == SLOPE) & (division.condition == at_best)]
+    layer, (r2, slope) = _at_best(division, DIVISION, SLOPE)
+    _, residual = _at_best(division, RESIDUAL_DIVISION, RESIDUAL_SLOPE, SHARE)
     return Findings(
         best=best.drop(columns="row"),
         apart=_pairs(best.algorithm, torch.stack(list(separated.values())).amax(0)),
         apart_here=_pairs(best.algorithm, separated[IN_DISTRIBUTION]),
-        division_r2=float(r2.value.max()) if len(r2) else None,
-        division_slope=float(slope.value.iloc[0]) if len(r2) else None,
-        division_layer=at_best,
+        division_r2=r2,
+        division_slope=slope,
+        division_layer=layer,
+        residual_r2=residual[0],
+        residual_slope=residual[1],
+        residual_share=residual[2],
         not_applicable=reason,
         sites=known,
         procedure=procedure,
         evidence=_tidy(tables),
     )
+
+
+def _at_best(division: pd.DataFrame, *measures: str) -> tuple[str, tuple[float | None, ...]]:
+    """The layer where the first of some measures is largest, and all of them there."""
+    first = division[division.measure == measures[0]]
+    if first.empty:
+        return "", (None,) * len(measures)
+    layer = first.loc[first.value.idxmax(), "condition"]
+    there = division[division.condition == layer].set_index("measure").value
+    return layer, tuple(float(there[measure]) for measure in measures)
 
 
 def _tidy(tables: list[pd.DataFrame]) -> pd.DataFrame:

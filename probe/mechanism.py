@@ -1,8 +1,8 @@
 """Evidence from inside a model that the closed form is computed by its layer norms.
 
-For one covariate this is `probe.division_test`. For several the closed form divides by several
-pivots; `probe.pivot_test` exchanges each between prompts, and the pivot that explains a
-layer best counts.
+For one covariate this is `probe.division_test` and, with the residuals that the stream holds,
+`probe.residual_division_test`. For several the closed form divides by several pivots;
+`probe.pivot_test` exchanges each between prompts, and the pivot that explains a layer best counts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import torch
 from models.config import PromptConfig
 from models.constructed import closed_form
 from models.transformer import LinearAttentionTransformer
-from probe.division import division_test
+from probe.division import division_test, residual_division_test
 from probe.linear import fit_probes
 from probe.matching import align
 from probe.pivots import pivot_label, pivot_test
 
 DIVISION, SLOPE = "division R²", "division slope"
+# The same with the residuals that the stream holds, and how much of the fit is left to divide.
+RESIDUAL_DIVISION, RESIDUAL_SLOPE = "residual division R²", "residual division slope"
+SHARE = "residual division share"
 PROBE, ALIGNMENT, ALIGNMENT_P = "probe R² of", "functional alignment", "functional alignment, p"
 _COLUMNS = ["measure", "condition", "value", "ci_low", "ci_high", "n_prompts"]
 _PAIRS = 2000
@@ -38,8 +41,9 @@ def division_evidence(
         generator: source of prompts and resamples.
 
     Returns:
-        DataFrame with columns measure (`DIVISION` or `SLOPE`), condition (the layer), value,
-        ci_low, ci_high, n_prompts; when the table is empty, why the test does not apply; and,
+        DataFrame with columns measure (`DIVISION`, `SLOPE` and, for one covariate and the branch
+        placement, their residual counterparts), condition (the layer), value, ci_low, ci_high,
+        n_prompts; when the table is empty, why the test does not apply; and,
         for several covariates, the procedure that the pivots spell out (`probe.pivot_label`).
     """
     if not isinstance(model, LinearAttentionTransformer):
@@ -60,13 +64,22 @@ def division_evidence(
         names = dict(zip(swaps, ("r2", "ci_low", "ci_high", "slope"), strict=True))
         table = table.rename(columns=names)
         table = table.loc[table.groupby("layer").r2.idxmax()]
-    rows = []
-    for row in table.itertuples():
-        layer = {"condition": f"layer {row.layer}", "n_prompts": _PAIRS}
-        interval = {"ci_low": row.ci_low, "ci_high": row.ci_high}
-        rows.append({"measure": DIVISION, "value": row.r2, **interval, **layer})
-        rows.append({"measure": SLOPE, "value": row.slope, **layer})
+    rows = _rows(table, {DIVISION: "r2", SLOPE: "slope"})
+    if prompt_config.n_covariates == 1 and model.cfg.normalization == "branch":
+        table = residual_division_test(model, prompt_config, n_prompts=_PAIRS, generator=generator)
+        rows += _rows(table, {RESIDUAL_DIVISION: "r2", RESIDUAL_SLOPE: "slope", SHARE: "share"})
     return pd.DataFrame(rows).reindex(columns=_COLUMNS), "", procedure
+
+
+def _rows(table: pd.DataFrame, measures: dict[str, str]) -> list[dict[str, Any]]:
+    """Measures of a division test as evidence; R² has an interval."""
+    rows = []
+    for _, row in table.iterrows():
+        layer = {"condition": f"layer {int(row.layer)}", "n_prompts": _PAIRS}
+        for measure, column in measures.items():
+            interval = {"ci_low": row.ci_low, "ci_high": row.ci_high} if column == "r2" else {}
+            rows.append({"measure": measure, "value": row[column], **interval, **layer})
+    return rows
 
 
 def supporting_evidence(

@@ -34,6 +34,7 @@ from probe.verdict import DESCENT, NEWTON, NORMALIZATION, OTHER, OTHER_MECHANISM
 
 # Largest weight noise, and largest weight noise times R.
 _NOISE, _NOISE_OVER_SCALE = 0.02, 0.2
+AFTER_GRADIENT_STEPS = "construction after gradient steps"
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,10 @@ def _all(seed: int) -> Iterator[tuple[str, str, int | None, Callable[[], Any], P
             yield "another function", OTHER, None, partial(_function, function), draw.prompts(p=1)
     for _ in range(16):
         prompts = draw.prompts()
-        yield (
-            "construction from outside",
-            OTHER_MECHANISM,
-            None,
-            _from_outside(draw, prompts),
-            prompts,
-        )
+        build = _from_outside(draw, prompts)
+        yield "construction from outside", OTHER_MECHANISM, None, build, prompts
+    for index in range(20):
+        yield from _after_gradient_steps(draw, noisy=index % 3 == 0)
 
 
 class _Draw:
@@ -174,6 +172,25 @@ def _constructions(draw: _Draw, noisy: bool) -> Iterator[tuple]:
         return _transformed(_with_noise(build(), noise, seed), seed)
 
     yield "construction" + noisy * ", noisy", NORMALIZATION, None, moved, prompts
+
+
+def _after_gradient_steps(draw: _Draw, noisy: bool) -> Iterator[tuple]:
+    """Closed form of what one or two steps of gradient descent leave."""
+    prompts = draw.prompts(p=1)
+    sample = sample_prompts(prompts, 256, torch.Generator().manual_seed(0))
+    largest = float(sample.x_var.quantile(0.99))
+    steps = [draw.uniform(0.1, 0.5) / largest for _ in range(draw.choice(1, 2))]
+    scale, seed = draw.choice(30.0, 100.0, 1000.0), draw.integer()
+    noise = draw.uniform(0, min(_NOISE, _NOISE_OVER_SCALE / scale)) * noisy
+    exclude_query = draw.choice(True, False)
+
+    def moved() -> LinearAttentionTransformer:
+        model = closed_form(
+            prompts.n_context, scale=scale, exclude_query=exclude_query, gradient_steps=steps
+        )
+        return _transformed(_with_noise(model, noise, seed), seed)
+
+    yield AFTER_GRADIENT_STEPS, NORMALIZATION, None, moved, prompts
 
 
 def _from_outside(draw: _Draw, prompts: PromptConfig) -> Callable[[], Callable[[Tensor], Tensor]]:

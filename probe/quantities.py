@@ -45,6 +45,8 @@ def statistic_label(name: str) -> str:
     """Symbol of a statistic, with its covariate as a subscript: "x̄₂"."""
     if name in LABELS:
         return LABELS[name]
+    if name == "x_var_held":
+        return "V′, variance of x in the stream"
     base, _, component = name.rpartition("_")
     subscript = component.translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
     # C/V has no symbol per covariate; b is the vector of least-squares slopes.

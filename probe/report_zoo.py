@@ -13,7 +13,7 @@ from probe.page import Chart, Listing
 from probe.readout import read_out
 from probe.report_blocks import model_in_words, prompts_in_words
 from probe.survey import Trained
-from probe.survey_plots import path_panels, verdict_strip
+from probe.survey_plots import path_panels, verdict_strips
 from probe.thresholds import THRESHOLDS
 from probe.verdict import KINDS, NORMALIZATION, Verdict
 from probe.verdict_figures import DECADES
@@ -133,15 +133,20 @@ def read_out_chart(zoo: Sequence[Trained], scores: pd.DataFrame, seed: int) -> C
 
 def strip_chart(scores: pd.DataFrame) -> Chart:
     """The division test of all models."""
-    columns = ["name", "family", "verdict", "division_r2", "division_low", "division_high"]
+    columns = ["name", "family", "verdict"]
+    for test in ("division", "residual"):
+        columns += [f"{test}_{end}" for end in ("r2", "low", "high", "slope", "layer")]
+    columns += ["residual_share", "residual_step"]
     return Chart(
         "division_all",
-        verdict_strip(scores).figure,
-        scores[[*columns, "division_slope", "division_layer"]].replace("\n", ", ", regex=True),
-        "R² of the division test at its best layer for every model, with 95 % intervals, by "
+        verdict_strips(scores),
+        scores[columns].replace("\n", ", ", regex=True),
+        "R² of both division tests at their best layer for every model, with 95 % intervals, by "
         "distribution and penalty; marks are verdicts.",
-        "1: exchanging layer-norm scales between prompts moves predictions as a division by V "
-        "would; 0: it does not. Spread within a column is between seeds.",
+        "Above, 1: exchanging layer-norm scales between prompts moves predictions as a division by "
+        "the V of the samples would; 0: it does not. Below, the same with the variance of x as the "
+        "stream holds it at that layer, after a step of gradient descent before it. Spread within "
+        "a column is between seeds.",
         "Strip plot of division test R²; medians "
         + ", ".join(
             f"{family.replace(chr(10), ' ')} {group.division_r2.median():.2f}"
@@ -190,6 +195,9 @@ def every_model(scores: pd.DataFrame) -> Listing:
             "low": scores.division_low,
             "high": scores.division_high,
             "slope": scores.division_slope,
+            "residual R²": scores.residual_r2,
+            "residual slope": scores.residual_slope,
+            "left": scores.residual_share,
             "alignment": scores.alignment,
             "p": scores.alignment_p,
         }
@@ -197,7 +205,8 @@ def every_model(scores: pd.DataFrame) -> Listing:
     caption = (
         "Every model: error over variance of the target, share of exact zeros, active heads, "
         "probe R² of V in the norm scale and C in the head state, division test with 95 % "
-        "interval, functional alignment with the nearest construction."
+        "interval, residual division test with the share of the fit left to it, functional "
+        "alignment with the nearest construction."
     )
     return Listing(shown, caption)
 
@@ -214,7 +223,7 @@ def path_chart(scores: pd.DataFrame) -> Chart:
         "along its l1 weight; lines join medians over seeds, dotted lines are controls.",
         "Read each panel from left to right: what changes with the penalty, and how much seeds "
         "differ at one penalty.",
-        f"Eight panels; the median share of zeros on {varied} prompts is "
+        f"Ten panels; the median share of zeros on {varied} prompts is "
         + ", ".join(f"{value:.2f} at {l1:g}" for l1, value in medians.items()),
     )
 

@@ -19,7 +19,7 @@ from models.checkpoint import CheckpointError, available, checkpoint_folder, pro
 from models.config import PromptConfig
 from models.training import DISTRIBUTIONS, normalised_mse
 from models.transformer import LinearAttentionTransformer
-from probe.division import division_test
+from probe.division import division_test, residual_division_test
 from probe.linear import fit_probes
 from probe.matching import align
 from probe.nearest import ConstructionFamily
@@ -106,7 +106,8 @@ def survey(models: Iterable[Trained], *, n_prompts: int = 2000, seed: int = 0) -
         exact_zeros, zero_share, active_heads, active_heads_0 .., probe_V (R² of V from the norm
         scales, the best layer), probe_V_control (its strongest control), probe_C and
         probe_C_control (C from the head states), division_layer, division_r2, division_low,
-        division_high, division_slope, alignment (functional, with the nearest construction),
+        division_high, division_slope, the same with residual_ and residual_share, residual_step
+        (`residual_division_test`), alignment (functional, with the nearest construction),
         alignment_p.
     """
     return pd.DataFrame([_row(each, n_prompts, seed) for each in models])
@@ -157,15 +158,23 @@ def _division(
 ) -> dict[str, float]:
     if model.cfg.normalization == "none" or prompts.n_covariates > 1:
         return {}
-    table = division_test(model, prompts, n_prompts=n, generator=generator)
-    best = table.loc[table.r2.idxmax()]
-    return {
-        "division_layer": int(best.layer),
-        "division_r2": best.r2,
-        "division_low": best.ci_low,
-        "division_high": best.ci_high,
-        "division_slope": best.slope,
-    }
+    found = {}
+    tests = {"division": division_test}
+    if model.cfg.normalization == "branch":
+        tests["residual"] = residual_division_test
+    for name, test in tests.items():
+        table = test(model, prompts, n_prompts=n, generator=generator)
+        best = table.loc[table.r2.idxmax()]
+        found |= {
+            f"{name}_layer": int(best.layer),
+            f"{name}_r2": best.r2,
+            f"{name}_low": best.ci_low,
+            f"{name}_high": best.ci_high,
+            f"{name}_slope": best.slope,
+        }
+        if name == "residual":
+            found |= {"residual_share": best["share"], "residual_step": best["step"]}
+    return found
 
 
 def _alignment(

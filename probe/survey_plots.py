@@ -21,6 +21,8 @@ MEASURES = {
     "probe_C": ("probe R² of C, head state", False, "probe_C_control"),
     "division_r2": ("division test R²", False, None),
     "division_slope": ("division test slope", False, None),
+    "residual_r2": ("residual division R²", False, None),
+    "residual_slope": ("residual division slope", False, None),
     "alignment": ("functional alignment", False, None),
 }
 MARKERS = "osD^v"
@@ -30,7 +32,7 @@ _JITTER = np.random.default_rng(0).uniform(-0.12, 0.12, 1000)
 
 def path_panels(scores: pd.DataFrame) -> Figure:
     """One panel per measure along the l1 weight."""
-    figure, axes = plt.subplots(2, 4, figsize=(TWO_COLUMNS, 3.6), sharex=True)
+    figure, axes = plt.subplots(2, 5, figsize=(TWO_COLUMNS + 1, 3.6), sharex=True)
     for ax, measure in zip(axes.flat, MEASURES, strict=True):
         path(scores, measure, ax)
     figure.supxlabel("l1 weight", fontsize=8)
@@ -70,7 +72,7 @@ def path(scores: pd.DataFrame, measure: str, ax: Axes | None = None) -> Axes:
     ax.set_title(label, fontsize=7)
     if logarithmic:
         ax.set_yscale("log")
-    elif measure == "division_slope":
+    elif measure.endswith("_slope"):
         ax.set_yscale("symlog")  # linear up to 1; single models overshoot tenfold
         ax.set_yticks([-1, 0, 1, 10], ["−1", "0", "1", "10"])
     elif measure == "active_heads":
@@ -81,25 +83,32 @@ def path(scores: pd.DataFrame, measure: str, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def verdict_strip(scores: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """R² of the division test of each model with its interval, by family, marked by verdict.
+def verdict_strips(scores: pd.DataFrame) -> Figure:
+    """R² of both division tests of each model with its interval, by family, marked by verdict.
 
     Args:
-        scores: rows with family, division_r2, division_low, division_high, verdict.
-        ax: where to draw; a new figure by default.
+        scores: rows with family, verdict and, for division and residual, _r2, _low, _high.
     """
-    ax = new_axes(TWO_COLUMNS, 2.6, ax)
+    figure, axes = plt.subplots(2, 1, figsize=(TWO_COLUMNS, 4.4), sharex=True)
+    for ax, test in zip(axes, ("division", "residual"), strict=True):
+        verdict_strip(scores, test, ax)
+    axes[0].legend(title="verdict", frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
+    return figure
+
+
+def verdict_strip(scores: pd.DataFrame, test: str, ax: Axes) -> Axes:
+    """One panel of `verdict_strips`."""
     families = list(scores["family"].unique())
     verdicts = sorted(scores["verdict"].unique())
     for k, verdict in enumerate(verdicts):
-        rows = scores[(scores["verdict"] == verdict) & scores["division_r2"].notna()]
+        rows = scores[(scores["verdict"] == verdict) & scores[f"{test}_r2"].notna()]
         at = rows["family"].map(families.index) + _JITTER[rows.index]
-        reach = (rows[["division_low", "division_high"]].T - rows["division_r2"]).abs()
+        reach = (rows[[f"{test}_low", f"{test}_high"]].T - rows[f"{test}_r2"]).abs()
         look = {"fmt": MARKERS[k % len(MARKERS)], "color": PALETTE[k % len(PALETTE)]}
-        ax.errorbar(at, rows["division_r2"], reach, ms=4, elinewidth=0.6, label=verdict, **look)
+        ax.errorbar(at, rows[f"{test}_r2"], reach, ms=4, elinewidth=0.6, label=verdict, **look)
     ax.set_xticks(range(len(families)), families)
-    ax.set(ylabel="division test R²", ylim=(-0.03, 1.03), xlim=(-0.5, len(families) - 0.5))
-    ax.legend(title="verdict", frameon=False, bbox_to_anchor=(1, 1), loc="upper left")
+    label = {"division": "division test R²", "residual": "residual division R²"}[test]
+    ax.set(ylabel=label, ylim=(-0.03, 1.03), xlim=(-0.5, len(families) - 0.5))
     return ax
 
 

@@ -10,6 +10,9 @@ margin        decades of score by which the named algorithm must beat every othe
 division_r2   R² of the division test at its best layer: absent, in force
 division_slope
               smallest slope at that layer
+residual_r2, residual_slope
+              the same for the residual division test
+share         least share of the fit that is left to a residual division (a convention: most of it)
 coincide      distance below which two rivals are the same on given prompts (a convention)
 """
 
@@ -20,5 +23,8 @@ THRESHOLDS = {
     "margin": 0.117,
     "division_r2": (0.343, 0.59),
     "division_slope": 0.332,
+    "residual_r2": (0.186, 0.356),
+    "residual_slope": 0.246,
+    "share": 0.5,
     "coincide": 0.0001,
 }

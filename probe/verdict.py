@@ -11,9 +11,10 @@
    the answer is "other", or "undecided" if layer norm divides all the same (step 4).
 3. It must beat the others by `margin` decades, or they cannot be told apart: "undecided".
    Newton and ridge do not count against least squares: step 1 has settled them.
-4. Least squares is "by normalization" if the division test is in force at some layer (several
-  covariates: or if the pivot test spells out a procedure), and of "other mechanism" if it is not
-  or does not apply.
+4. Least squares is "by normalization" if the division test is in force at some layer, for the
+   samples or for the residuals that a step of gradient descent leaves in the stream (several
+   covariates: or if the pivot test spells out a procedure), and of "other mechanism" if neither is
+   or none applies.
 
 Thresholds: `probe.thresholds`.
 """
@@ -130,6 +131,9 @@ class Verdict:
             "algorithms": self.findings.best.to_dict(orient="records"),
             "division_r2": self.findings.division_r2,
             "division_slope": self.findings.division_slope,
+            "residual_r2": self.findings.residual_r2,
+            "residual_slope": self.findings.residual_slope,
+            "residual_share": self.findings.residual_share,
             "thresholds": dict(THRESHOLDS),
         }
 
@@ -225,10 +229,26 @@ def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, 
         f"Exchanging the layer-norm scale at {findings.division_layer} moves predictions as a "
         f"division by the variance would with R² {r2:.2f}, slope {slope:.2f}"
     )
-    if r2 <= absent:
-        return OTHER_MECHANISM, f"{found}: layer norm does not divide by it."
     if r2 >= in_force and slope >= thresholds["division_slope"]:
         return NORMALIZATION, f"{found}: layer norm does the division."
+    residual = findings.residual_r2
+    if residual is not None:
+        found += (
+            f"; as a division by the variance of the x that the stream holds there, with R² "
+            f"{residual:.2f}, slope {findings.residual_slope:.2f}"
+        )
+        left = findings.residual_share
+        if (
+            residual >= thresholds["residual_r2"][1]
+            and findings.residual_slope >= thresholds["residual_slope"]
+            and left >= thresholds["share"]
+        ):
+            return NORMALIZATION, (
+                f"{found}: after a step of gradient descent in the layers before, layer norm does "
+                f"the division for what is left, {left:.0%} of the fit."
+            )
+    if r2 <= absent and (residual is None or residual <= thresholds["residual_r2"][0]):
+        return OTHER_MECHANISM, f"{found}: layer norm does not divide by it."
     return UNDECIDED, f"{found}: too little to say that layer norm divides, too much to deny it."
 
 

@@ -14,7 +14,7 @@ import torch
 from models import LinearAttentionTransformer, ModelConfig, PromptConfig, save
 from probe import identify, load_subject
 from probe.thresholds import THRESHOLDS
-from probe.verdict import KINDS, NORMALIZATION
+from probe.verdict import KINDS, NORMALIZATION, UNDECIDED
 
 ANALYSES = Path(__file__).parents[2] / "analyses"
 
@@ -87,7 +87,7 @@ def test_calibration_script_judges_oracles(tmp_path):
     options = ("--every", "60", "--n-prompts", "64", "--jobs", "1", "--no-fit")
     done = run("calibrate_verdict.py", *options, "--output", tmp_path)
     scores = pd.read_csv(tmp_path / "scores.csv")
-    assert set(scores.half) == {"calibration", "held out"}
+    assert set(scores.half) == {"fresh"}
     assert not ((scores.verdict == NORMALIZATION) & (scores.known != NORMALIZATION)).any()
     assert "right" in done.stdout
     counts = pd.read_csv(tmp_path / "figures" / "confusion.csv")
@@ -118,6 +118,15 @@ def test_rewritten_thresholds_are_read_back(calibration, tmp_path):
     module = runpy.run_path(str(tmp_path / "thresholds.py"))
     assert module["THRESHOLDS"] == changed
     assert "coincide" in module["__doc__"]
+
+
+def test_thresholds_in_force_are_fitted_on_the_shipped_oracles(calibration):
+    scores = pd.read_csv(ANALYSES.parent / "reports" / "calibrate_verdict" / "scores.csv")
+    assert calibration["fit"](scores[scores.half == "calibration"]) == THRESHOLDS
+    assert len(scores) >= 300
+    wrong = scores[~scores.right]
+    assert (wrong.verdict == UNDECIDED).all()
+    assert scores.right.mean() >= 0.98
 
 
 def test_thresholds_in_force_are_in_order():

@@ -44,7 +44,7 @@ def test_shares_have_wilson_intervals():
     script = runpy.run_path(str(ANALYSES / "phase_diagram.py"))
     verdicts = ["closed form by normalization"] * 6 + ["undecided"] * 2
     scores = pd.DataFrame({"x_mean_std": 1.0, "x_log_scale": 0.7, "l1": 1e-3, "verdict": verdicts})
-    scores = scores.assign(normalised_mse=1.0, division_r2=0.5, division_r2_diverse=0.5)
+    scores = scores.assign(**dict.fromkeys(script["MEDIANS"], 0.5))
     cell = script["shares"](scores).iloc[0]
     assert cell.share == 0.75
     # Wilson (1927) for 6 of 8 at 95 %, by hand.
@@ -71,4 +71,5 @@ def test_l1_path_measures_shipped_models(monkeypatch):
     assert scores.normalised_mse.iloc[1] > scores.normalised_mse.iloc[0]
     assert (scores.division_low <= scores.division_r2).all()
     assert (scores.division_r2 <= scores.division_high).all()
-    assert len(output.figures["l1_path"][0].axes) == 8
+    assert len(output.figures["l1_path"][0].axes) == 10
+    assert (scores.residual_r2 > 0.8).iloc[:2].all()

@@ -123,6 +123,27 @@ def test_layers_hold_what_the_derivation_says(generator):
         torch.testing.assert_close(h, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("p", [1, 2])
+def test_gradient_steps_before_the_elimination_change_no_prediction(p, generator):
+    config = PromptConfig(n_context=20, n_covariates=p, x_mean_std=1, x_log_scale=0.7)
+    prompts = sample_prompts(config, 200, generator)
+    model = closed_form(20, p, scale=1e4, exclude_query=True, gradient_steps=[0.1, 0.05])
+    assert model.cfg.n_layers == p + 3
+    error = (model(prompts.inputs) - prompts.least_squares).square().mean()
+    assert error < 1e-10 * prompts.least_squares.var()
+    # After the first step the stream holds (I - γ Σ)(x - x̄), and at y what it does not predict.
+    site = "blocks.1.hook_resid_post"
+    _, cache = model.run_with_cache(prompts.inputs, names_filter=site)
+    centred = prompts.x - prompts.x.mean(1, keepdim=True)
+    y = prompts.y - prompts.y.mean(1, keepdim=True)
+    covariance = centred.mT @ centred / 20
+    moved = centred - 0.1 * centred @ covariance
+    rest = y - 0.1 * (centred @ (centred.mT @ y[..., None] / 20))[..., 0]
+    held = 1e4 * cache[site][:, :-1]
+    torch.testing.assert_close(held[..., :p], moved, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(held[..., p], rest, rtol=1e-3, atol=1e-3)
+
+
 def test_value_maps_leave_no_mean_to_subtract():
     model = closed_form(20, 3)
     for block in model.blocks:
@@ -140,6 +161,7 @@ def test_value_maps_leave_no_mean_to_subtract():
         ({"n_context": 9, "scale": float("inf")}, "scale=inf"),
         ({"n_context": 9, "ridge": -1}, "ridge=-1 must be at least 0"),
         ({"n_context": 9, "n_covariates": 2, "ridge": 1}, "n_covariates=1 only"),
+        ({"n_context": 9, "ridge": 1, "gradient_steps": [0.1]}, "do not combine"),
     ],
 )
 def test_impossible_closed_forms_are_refused(options, message):

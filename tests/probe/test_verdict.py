@@ -67,6 +67,11 @@ class Wrapped(nn.Module):
 KNOWN = {
     "construction": (lambda: closed_form(20, scale=10), PLAIN, NORMALIZATION),
     "construction, wide": (lambda: closed_form(50, exclude_query=True), WIDE, NORMALIZATION),
+    "gradient step, then construction": (
+        lambda: closed_form(50, exclude_query=True, gradient_steps=[0.08]),
+        WIDE,
+        NORMALIZATION,
+    ),
     "construction, p=2": (lambda: closed_form(50, 2), TWO, "elimination (x1, x2)"),
     "GD(2)": (lambda: models.gradient_descent(2, 0.6), PLAIN, "gradient descent (2)"),
     "GD(5), query row": (
@@ -211,7 +216,7 @@ def test_bad_input_is_refused_by_name(model, options, message):
 # ---- the rule itself --------------------------------------------------------------------
 
 
-def findings(scores, distance=1e-3, division=None, apart=1.0, sites=True):
+def findings(scores, distance=1e-3, division=None, apart=1.0, sites=True, residual=None):
     """Findings with these scores by algorithm; others far away."""
     algorithms_ = list(dict.fromkeys(ALGORITHM.values()))
     best = pd.DataFrame(
@@ -230,11 +235,22 @@ def findings(scores, distance=1e-3, division=None, apart=1.0, sites=True):
     pairs = {frozenset((a, b)): apart for a in algorithms_ for b in algorithms_ if a != b}
     r2, slope = division or (None, None)
     return Findings(
-        best, pairs, pairs, r2, slope, "layer 1", "not applicable", sites, None, pd.DataFrame()
+        best=best,
+        apart=pairs,
+        apart_here=pairs,
+        division_r2=r2,
+        division_slope=slope,
+        division_layer="layer 1",
+        **dict(zip(RESIDUAL, residual or (None, None, None), strict=True)),
+        not_applicable="not applicable",
+        sites=sites,
+        procedure=None,
+        evidence=pd.DataFrame(),
     )
 
 
-IN_FORCE = (0.95, 0.9)
+RESIDUAL = ("residual_r2", "residual_slope", "residual_share")
+PARTLY, IN_FORCE = (0.7, 0.2), (0.95, 0.9)
 RULE = {
     "closed form": (findings({LEAST_SQUARES: -3}, division=IN_FORCE), NORMALIZATION),
     "no division": (findings({LEAST_SQUARES: -3}, division=(0.01, 0.0)), OTHER_MECHANISM),
@@ -245,6 +261,22 @@ RULE = {
     "division of the wrong size": (
         findings({LEAST_SQUARES: -3}, division=(0.95, 0.01)),
         UNDECIDED,
+    ),
+    "division of residuals": (
+        findings({LEAST_SQUARES: -3}, division=PARTLY, residual=(0.95, 0.9, 0.8)),
+        NORMALIZATION,
+    ),
+    "division of little that is left": (
+        findings({LEAST_SQUARES: -3}, division=PARTLY, residual=(0.95, 0.9, 0.1)),
+        UNDECIDED,
+    ),
+    "residuals of the wrong size": (
+        findings({LEAST_SQUARES: -3}, division=(0.01, 0.0), residual=(0.95, 0.01, 0.8)),
+        UNDECIDED,
+    ),
+    "no division of either": (
+        findings({LEAST_SQUARES: -3}, division=(0.01, 0.0), residual=(0.01, 0.9, 0.8)),
+        OTHER_MECHANISM,
     ),
     "limits may come close": (
         findings({LEAST_SQUARES: -3, RIDGE: -3.05, NEWTON: -3.0}, division=IN_FORCE),
@@ -292,15 +324,16 @@ def test_ridge_without_a_penalty_is_no_objection_to_least_squares():
     distance=st.floats(1e-12, 10),
     r2=st.floats(0, 1),
     slope=st.floats(-2, 2),
+    residual=st.floats(0, 1),
 )
-def test_normalization_needs_least_squares_and_division(scores, distance, r2, slope):
-    case = findings(scores, distance, (r2, slope))
+def test_normalization_needs_least_squares_and_division(scores, distance, r2, slope, residual):
+    case = findings(scores, distance, (r2, slope), residual=(residual, slope, 1.0))
     decision = decide(case, THRESHOLDS)
     assert decision.kind in KINDS
     if decision.kind == NORMALIZATION:
         assert decision.named.algorithm == LEAST_SQUARES
         assert scores[LEAST_SQUARES] <= THRESHOLDS["score"][0]
-        assert r2 >= THRESHOLDS["division_r2"][1]
+        assert r2 >= THRESHOLDS["division_r2"][1] or residual >= THRESHOLDS["residual_r2"][1]
         assert scores[DESCENT] >= scores[LEAST_SQUARES] + THRESHOLDS["margin"]
     without = dataclasses.replace(case, division_r2=None, division_slope=None)
     assert decide(without, THRESHOLDS).kind != NORMALIZATION
