@@ -13,6 +13,7 @@ from models.checkpoint import CheckpointError, checkpoint_folder, provenance
 from models.training import normalised_mse
 from probe import Subject, Verdict, identify, load_subject
 from probe.behaviour import IN_DISTRIBUTION
+from probe.mechanism import DIVISION, RESIDUAL_DIVISION
 from probe.page import Block, Code, Listing, Section, charts, render
 from probe.report_blocks import (
     curves_of,
@@ -44,6 +45,7 @@ from probe.reporting import AnalysisConfig, Output, command, main
 from probe.sparsity import active_heads, exact_zeros
 from probe.subject import ZOO
 from probe.survey import survey, trained_zoo
+from probe.thresholds import THRESHOLDS
 
 # Of the training record, what a reader asks for; the rest is in training.json.
 RECORD = ("status", "steps", "l1", "seed")
@@ -177,13 +179,18 @@ def _claim(subject: Subject, verdict: Verdict) -> str:
         f"{distance.value:.1e} ({distance.ci_low:.1e} to {distance.ci_high:.1e}) of the variance "
         f"of its predictions unexplained"
     )
-    division = evidence[evidence.measure == "division R²"]
-    if not len(division):
+    found = verdict.findings
+    if found.division_r2 is None:
         return sentence + "."
-    best = division.loc[division.value.idxmax()]
+    at_once = found.division_slope >= THRESHOLDS["division_slope"]
+    residual = not at_once and (found.residual_r2 or 0) > found.division_r2
+    tests = evidence[evidence.measure == (RESIDUAL_DIVISION if residual else DIVISION)]
+    best = tests.loc[tests.value.idxmax()]
+    of = " of what a step of gradient descent has left" * residual
     return (
         f"{sentence}, and exchanging layer-norm scales between prompts moves them as a division by "
-        f"the variance would with R² {best.value:.2f} ({best.ci_low:.2f} to {best.ci_high:.2f})."
+        f"the variance{of} would with R² {best.value:.2f} ({best.ci_low:.2f} to "
+        f"{best.ci_high:.2f})."
     )
 
 

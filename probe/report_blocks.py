@@ -16,7 +16,7 @@ from models.config import PromptConfig
 from models.transformer import LinearAttentionTransformer
 from probe.activations import site_label
 from probe.circuit import circuit_edges, circuit_panels
-from probe.division import division_test
+from probe.division import division_test, residual_division_test
 from probe.figures import TWO_COLUMNS, heatmap, new_axes
 from probe.linear import fit_probes
 from probe.match_figures import null_panel, quantity_columns, read_out_panel, weight_panels
@@ -173,6 +173,15 @@ def division_blocks(subject: Subject, n: int, seed: int) -> list[Block]:
             f"Division test: change of the prediction when layer-norm scales are exchanged between "
             f"{n:,} pairs of prompts, against the change that division by V predicts. 1 and 1 mean "
             "that the norm divides by V; R² near 0 that it does not."
+        )
+        blocks.append(Listing(table.rename(columns=_HEADINGS), caption))
+        if model.cfg.normalization != "branch":
+            return blocks
+        table = residual_division_test(model, prompts, n_prompts=n, generator=generator)
+        caption = (
+            "Residual division test: the same with x′ and y′ as the stream holds them at the "
+            "layer. Share: of the fit, left to the division; step: γ, where layers before have "
+            "taken x to (1 − γ V)(x − x̄)."
         )
         return [*blocks, Listing(table.rename(columns=_HEADINGS), caption)]
     table = pivot_test(model, prompts, n_prompts=n, generator=generator)

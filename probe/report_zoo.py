@@ -52,7 +52,8 @@ def zoo_claim(scores: pd.DataFrame) -> str:
         parts.append(f"{found} of {n} on “{distribution}” prompts ({low:.0%} to {high:.0%})")
     return (
         f"Models that compute least squares in closed form, with layer norm doing the division by "
-        f"the variance: {', '.join(parts)}; ranges are 95 % intervals of the share."
+        f"the variance (of x, or of what a step of gradient descent has left of it): "
+        f"{', '.join(parts)}; ranges are 95 % intervals of the share."
     )
 
 

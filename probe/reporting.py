@@ -122,7 +122,8 @@ def in_parallel(calls: Sequence[Any], jobs: int, label: str) -> list[Any]:
         label: what a call is about.
     """
     results = Parallel(n_jobs=jobs, return_as="generator")(calls)
-    return list(tqdm(results, desc=label, total=len(calls), leave=False))
+    bar = tqdm(results, desc=label, total=len(calls), leave=False, disable=len(calls) < 2)
+    return list(bar)
 
 
 def write_output(folder: Path, output: Output, config: AnalysisConfig) -> list[Path]:
