@@ -76,6 +76,7 @@ class Findings:
         residual_r2: R² of the residual division test at its best layer; None if it does not apply.
         residual_slope: slope at that layer.
         residual_share: share of the fit that is left to that layer.
+        residual_layer: that layer, in words.
         not_applicable: why the division test does not apply.
         sites: whether the model is a `LinearAttentionTransformer`; of others only behaviour is
             seen.
@@ -94,6 +95,7 @@ class Findings:
     residual_r2: float | None
     residual_slope: float | None
     residual_share: float | None
+    residual_layer: str
     not_applicable: str
     sites: bool
     procedure: str | None
@@ -142,7 +144,7 @@ def gather(
         tables.append(supporting_evidence(model, prompt_config, generator))
 
     layer, (r2, slope) = _at_best(division, DIVISION, SLOPE)
-    _, residual = _at_best(division, RESIDUAL_DIVISION, RESIDUAL_SLOPE, SHARE)
+    residual_layer, residual = _at_best(division, RESIDUAL_DIVISION, RESIDUAL_SLOPE, SHARE)
     return Findings(
         best=best.drop(columns="row"),
         apart=_pairs(best.algorithm, torch.stack(list(separated.values())).amax(0)),
@@ -153,6 +155,7 @@ def gather(
         residual_r2=residual[0],
         residual_slope=residual[1],
         residual_share=residual[2],
+        residual_layer=residual_layer,
         not_applicable=reason,
         sites=known,
         procedure=procedure,

@@ -234,8 +234,8 @@ def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, 
     residual = findings.residual_r2
     if residual is not None:
         found += (
-            f"; as a division by the variance of the x that the stream holds there, with R² "
-            f"{residual:.2f}, slope {findings.residual_slope:.2f}"
+            f"; at {findings.residual_layer}, as a division by the variance of the x that the "
+            f"stream holds there, with R² {residual:.2f}, slope {findings.residual_slope:.2f}"
         )
         left = findings.residual_share
         if (
@@ -244,8 +244,8 @@ def _mechanism(findings: Findings, thresholds: Mapping[str, Any]) -> tuple[str, 
             and left >= thresholds["share"]
         ):
             return NORMALIZATION, (
-                f"{found}: after a step of gradient descent in the layers before, layer norm does "
-                f"the division for what is left, {left:.0%} of the fit."
+                f"{found}: layers before have fitted a part, as a step of gradient descent does, "
+                f"and layer norm does the division for what is left, {left:.0%} of the fit."
             )
     if r2 <= absent and (residual is None or residual <= thresholds["residual_r2"][0]):
         return OTHER_MECHANISM, f"{found}: layer norm does not divide by it."

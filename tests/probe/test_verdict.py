@@ -242,6 +242,7 @@ def findings(scores, distance=1e-3, division=None, apart=1.0, sites=True, residu
         division_slope=slope,
         division_layer="layer 1",
         **dict(zip(RESIDUAL, residual or (None, None, None), strict=True)),
+        residual_layer="layer 1",
         not_applicable="not applicable",
         sites=sites,
         procedure=None,
