@@ -5,8 +5,8 @@ and without noise of 1 % on every weight, and aligned back. "signed_permutation"
 order and signs are those planted, "gauge" if the rotation of the residual stream is; symmetries
 that are nearly singular are left out, since noise drowns what they shrink. False alarms:
 untrained models and models with another algorithm, fresh draws, are aligned to a construction and
-to the nearest one; at most 1 % of them may be significant at 1 %. The null distribution is itself
-drawn anew several times. Cost: CPU seconds of a pair, without its null.
+to the nearest one; at most 1 % of them may be significant at 1 %. With --nulls they are spread over
+several null distributions. Cost: CPU seconds of a pair, without its null.
 """
 
 import time
@@ -50,9 +50,9 @@ class Config(AnalysisConfig):
     """
 
     checkpoint: str = "constructed"
-    trials: int = Field(50, ge=1)
-    draws: int = Field(60, ge=4)
-    nulls: int = Field(2, ge=1)
+    trials: int = Field(30, ge=1)
+    draws: int = Field(40, ge=4)
+    nulls: int = Field(1, ge=1)
     noise: float = Field(0.01, gt=0)
 
 
