@@ -31,6 +31,7 @@ from probe.matching import Alignment
 from probe.nearest import ConstructionFamily
 from probe.reporting import AnalysisConfig, Output, in_parallel, main
 from probe.subject import family_of
+from probe.survey import has_construction
 
 LEVELS = ("signed_permutation", "gauge", "functional")
 NEAREST, OTHERS = "nearest construction", "other models"
@@ -55,13 +56,14 @@ class Config(AnalysisConfig):
 def run(config: Config) -> Output:
     """Align the checkpoint(s) and read them out."""
     if config.zoo:
-        return several([load_subject(name) for name in available()], config)
-    subjects = [load_subject(name) for name in (config.checkpoint, *config.against)]
+        return several(available(), config)
+    checkpoints = [config.checkpoint, *config.against]
+    subjects = [load_subject(checkpoint) for checkpoint in checkpoints]
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError("the same checkpoint is named twice; name each once")
     if len(subjects) == 1:
         return one(subjects[0], config)
-    return several(subjects, config)
+    return several(checkpoints, config)
 
 
 def one(subject: Subject, config: Config) -> Output:
@@ -104,29 +106,31 @@ def one(subject: Subject, config: Config) -> Output:
     return Output(scores, shown, figures, subject.sha256, tuple(notes), pages=pages)
 
 
-def several(subjects: list[Subject], config: Config) -> Output:
+def several(checkpoints: list[str], config: Config) -> Output:
     """Each checkpoint beside its nearest construction, and beside the others it belongs with.
 
     Shipped checkpoints are compared with the other seeds of the same training, others with all.
     """
-    matched = {subject.name: subject for subject in subjects if _has_construction(subject)}
+    loaded = {checkpoint: load_subject(checkpoint) for checkpoint in checkpoints}
+    matched = {source: one for source, one in loaded.items() if has_construction(one.model)}
     if not matched:
         raise CheckpointError("none of the checkpoints has the construction's size")
-    names = pd.Series(list(matched), index=list(matched))
-    # Constructions differ between shapes, and a process keeps its null scores.
-    families = names.map(family_of)
-    groups = names.groupby(families if config.zoo else lambda _: "all").agg(list)
+    # Named as they were given: another process cannot load a folder by its last part.
+    groups: dict[str, list[str]] = {}
+    for source, subject in matched.items():
+        groups.setdefault(family_of(subject.name) if config.zoo else "", []).append(source)
     calls = []
-    for group in groups:
+    # Constructions differ between shapes, and a process keeps its null scores.
+    for _, group in sorted(groups.items()):
         calls.append((group, NEAREST))
-        calls += [([other for other in group if other != name], name) for name in group]
+        calls += [([other for other in group if other != source], source) for source in group]
     rows = in_parallel(
         [delayed(align_all)(*call, config.seed) for call in calls if call[0]],
         config.jobs,
         "references",
     )
     scores = pd.DataFrame(itertools.chain.from_iterable(rows))
-    scores["family"] = scores["checkpoint"].map(families if config.zoo else names)
+    scores["family"] = scores["checkpoint"].map(family_of) if config.zoo else scores["checkpoint"]
     scores["against"] = scores["reference"].where(scores["reference"] == NEAREST, OTHERS)
     figures = {
         "scores": (score_panels(scores[scores["against"] == NEAREST]), scores),
@@ -136,8 +140,8 @@ def several(subjects: list[Subject], config: Config) -> Output:
         panels = score_panels(between) if config.zoo else pair_panels(between)
         figures["pairs"] = (panels, between)
     notes = [
-        f"{len(subjects) - len(matched)} checkpoint(s) of another size or placement left out"
-    ] * (len(matched) < len(subjects))
+        f"{len(loaded) - len(matched)} checkpoint(s) of another size or placement left out"
+    ] * (len(matched) < len(loaded))
     for (level, against), group in scores.groupby(["level", "against"], sort=False):
         count = int((group["p_value"] <= ALPHA).sum())
         notes.append(f"{level}, {against}: {count} of {len(group)} agree at p ≤ {ALPHA}")
@@ -145,20 +149,20 @@ def several(subjects: list[Subject], config: Config) -> Output:
     return Output(scores, summary(scores), figures, hashes, tuple(notes))
 
 
-def align_all(names: list[str], reference: str, seed: int) -> list[dict[str, object]]:
+def align_all(checkpoints: list[str], reference: str, seed: int) -> list[dict[str, object]]:
     """Rows for several checkpoints beside one reference, or each beside its construction."""
     torch.set_num_threads(1)
     target = None if reference == NEAREST else load_subject(reference)
     rows = []
-    for name in names:
-        subject = load_subject(name)
+    for checkpoint in checkpoints:
+        subject = load_subject(checkpoint)
         goal = target.model if target else ConstructionFamily.for_model(subject.model.cfg)
         # Two models meet on prompts that neither was favoured on, unless both know the same.
         shared = target is None or target.prompts == subject.prompts
         prompts = subject.prompts if shared else None
         for level in LEVELS:
             found = align(subject.model, goal, level, prompt_config=prompts, seed=seed)
-            rows.append(row(subject.name, reference, found))
+            rows.append(row(subject.name, target.name if target else NEAREST, found))
     return rows
 
 
@@ -187,14 +191,6 @@ def row(checkpoint: str, reference: str, found: Alignment) -> dict[str, object]:
         "null_95": float(quantile.max()),
         "words": "; ".join(found.words),
     }
-
-
-def _has_construction(subject: Subject) -> bool:
-    """Whether the construction has this model's size and placement."""
-    config = subject.model.cfg
-    p = config.n_covariates
-    size = (config.d_model, config.n_layers) == (p + 3, p + 1)
-    return size and config.normalization == "branch" and not config.norm_affine
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
+from models import load, save, training_prompts
 from probe import null
 
 ANALYSES = Path(__file__).parents[2] / "analyses"
@@ -73,6 +74,19 @@ def test_checkpoints_of_other_trainings_are_all_compared(few_draws):
     assert set(output.shown.model) == {SEEDS[0], "plain_l1_1e-3_seed0"}
     with pytest.raises(ValueError, match="twice"):
         script["run"](script["Config"](checkpoint=SEEDS[0], against=(SEEDS[0],)))
+
+
+def test_folders_of_ones_own_are_compared(few_draws, tmp_path):
+    script = runpy.run_path(str(ANALYSES / "match_weights.py"))
+    folders = [
+        save(load(name), tmp_path / f"mine_{k}", prompts=training_prompts(name))
+        for k, name in enumerate(SEEDS)
+    ]
+    config = script["Config"](checkpoint=str(folders[0]), against=(str(folders[1]),), jobs=2)
+    output = script["run"](config)
+    pairs = output.scores[output.scores.against == "other models"]
+    assert set(pairs.checkpoint) == set(pairs.reference) == {"mine_0", "mine_1"}
+    assert set(output.sha256) == {"mine_0", "mine_1"}
 
 
 def test_planted_symmetries_come_back_and_nothing_else_is_significant(few_draws):
