@@ -68,9 +68,11 @@ def division_test(
     a = sample_prompts(prompt_config, n_prompts, generator)
     b = sample_prompts(prompt_config, n_prompts, generator)
     expected = (a.xy_cov / b.x_var - a.slope) * (a.query[:, 0] - a.x_mean)
+    before = model(a.inputs)
     rows = []
     for layer in range(model.cfg.n_layers):
-        line = fit_line(expected, _change(model, a, b, layer), generator, "the expected change")
+        change = _exchanged(model, a, b, layer) - before
+        line = fit_line(expected, change, generator, "the expected change")
         rows.append({"layer": layer, **dataclasses.asdict(line)})
     return pd.DataFrame(rows)[_ORDER]
 
@@ -108,6 +110,7 @@ def residual_division_test(
     _require_residuals(model, prompt_config)
     generator = generator or torch.Generator().manual_seed(0)
     fitted, a, b = (sample_prompts(prompt_config, n_prompts, generator) for _ in range(3))
+    before = model(a.inputs)
     rows = []
     for layer in range(model.cfg.n_layers):
         site = f"blocks.{layer}.hook_resid_pre"
@@ -116,7 +119,7 @@ def residual_division_test(
         (at_query, variance, covariance), (_, other, _) = held
         made = covariance / variance * at_query
         expected = covariance / other * at_query - made
-        change = _change(model, a, b, layer)
+        change = _exchanged(model, a, b, layer) - before
         if not (variance.min() > 0 and expected.std() > 0):  # no x in the stream, or no y read
             line, share, step = Line(0, 0, 0, 0, 0, 0), 0.0, 0.0
         else:
@@ -162,12 +165,13 @@ def held_scale_points(
     return pd.concat(frames, ignore_index=True)
 
 
-def _change(model: LinearAttentionTransformer, a: Prompts, b: Prompts, layer: int) -> torch.Tensor:
-    """Predictions for A under the layer-norm scale of B, minus those under its own."""
+def _exchanged(
+    model: LinearAttentionTransformer, a: Prompts, b: Prompts, layer: int
+) -> torch.Tensor:
+    """Predictions for A under the layer-norm scale of B, [b]."""
     site = f"blocks.{layer}.ln1_post.hook_scale"
     scale = collect(model, b.inputs, site)[site]
-    after = model.run_with_hooks(a.inputs, fwd_hooks=[(site, lambda _, hook: scale)])
-    return after - model(a.inputs)
+    return model.run_with_hooks(a.inputs, fwd_hooks=[(site, lambda _, hook: scale)])
 
 
 def _reading(model: LinearAttentionTransformer, prompts: Prompts, site: str) -> torch.Tensor:
