@@ -9,33 +9,9 @@ to the nearest one; at most 1 % of them may be significant at 1 %. With --nulls 
 several null distributions. Cost: CPU seconds of a pair, without its null.
 """
 
-import time
-from collections.abc import Iterator
-
-import numpy as np
-import pandas as pd
-import torch
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 from pydantic import Field
-from scipy.stats import binomtest
-from tqdm import tqdm
 
-from models import LinearAttentionTransformer, ModelConfig, closed_form
-from probe import align, load_subject
-from probe.figures import PALETTE, TWO_COLUMNS
-from probe.gauge import GaugeMatch, gauge_match, invariants
-from probe.nearest import ConstructionFamily
-from probe.null import null_models
-from probe.planted import noisy, relabelled, scrambled
-from probe.reporting import AnalysisConfig, Output, main
-from probe.signed_permutation import best_match, parts_of
-from probe.weights import Weights, centring, weights_of, with_weights
-
-LEVELS = ("signed_permutation", "gauge", "functional")
-# Wrong optima lie further off than this: two random rotations differ by about sqrt(2).
-SAME_ROTATION = 0.25
-ALPHAS = (0.01, 0.05)
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -54,6 +30,38 @@ class Config(AnalysisConfig):
     draws: int = Field(40, ge=4)
     nulls: int = Field(1, ge=1)
     noise: float = Field(0.01, gt=0)
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from scipy.stats import binomtest
+from tqdm import tqdm
+
+from models import LinearAttentionTransformer, ModelConfig, closed_form
+from probe import align, load_subject
+from probe.figures.style import PALETTE, TWO_COLUMNS
+from probe.matching.construction_family import ConstructionFamily
+from probe.matching.gauge import GaugeMatch, gauge_match, invariants
+from probe.matching.null import null_models
+from probe.matching.planted import noisy, relabelled, scrambled
+from probe.matching.signed_permutation import best_match, parts_of
+from probe.report.script import Output, main
+from probe.symmetry.weights import Weights, centring, weights_of
+
+LEVELS = ("signed_permutation", "gauge", "functional")
+# Wrong optima lie further off than this: two random rotations differ by about sqrt(2).
+SAME_ROTATION = 0.25
+ALPHAS = (0.01, 0.05)
 
 
 def run(config: Config) -> Output:
@@ -75,7 +83,7 @@ def run(config: Config) -> Output:
         for row in alarms.itertuples()
     ]
     shown = recovered.drop(columns=["covariates", "ci_low", "ci_high"])
-    return Output(scores, shown, figures, subject.sha256, tuple(notes))
+    return Output(scores, shown, figures, subject.sha256, tuple(notes), source=subject.source)
 
 
 def recovery(p: int, trials: int, noise: float, seed: int) -> Iterator[dict]:
@@ -87,7 +95,7 @@ def recovery(p: int, trials: int, noise: float, seed: int) -> Iterator[dict]:
 
     target = parts_of(weights, config, d, last_only=True)
     outcomes = {False: [], True: []}
-    for _ in tqdm(range(trials), desc=f"p={p}, signed permutations", leave=False):
+    for _ in tqdm(range(trials), desc=f"p={p}, signed permutations", disable=None, leave=False):
         order, signs = rng.permutation(d), rng.choice([1.0, -1.0], d)
         planted = relabelled(weights, config, order, signs, generator)
         for is_noisy, found in outcomes.items():
@@ -102,7 +110,7 @@ def recovery(p: int, trials: int, noise: float, seed: int) -> Iterator[dict]:
 
     reduced = invariants(weights, config, last_only=True)
     clean, changed, seconds = [], [], []
-    for _ in tqdm(range(trials), desc=f"p={p}, all symmetries", leave=False):
+    for _ in tqdm(range(trials), desc=f"p={p}, all symmetries", disable=None, leave=False):
         copy = scrambled(weights, config, generator)
         pair = []
         for one in (copy, noisy(copy, generator, noise)):
@@ -159,18 +167,22 @@ def false_alarms(model: LinearAttentionTransformer, config: Config) -> pd.DataFr
     }
     per_kind = -(-config.draws // 2)
     # Beside the seeds of the null distributions.
-    kinds = null_models(shape, per_kind, config.seed + config.nulls)
+    generator = torch.Generator().manual_seed(config.seed + config.nulls)
+    kinds = null_models(model, per_kind, generator)
     cases: list[tuple[str, int, Weights]] = [
         (kind, index % config.nulls, weights)
         for kind, models in kinds.items()
         for index, weights in enumerate(models)
     ]
     rows = []
-    for kind, null, weights in tqdm(cases, desc="models without a circuit", leave=False):
-        learned = with_weights(model, weights)
+    for kind, null, weights in tqdm(
+        cases, desc="models without a circuit", disable=None, leave=False
+    ):
+        learned = model.like(weights)
         for name, reference in references.items():
             for level in LEVELS:
-                found = align(learned, reference, level, seed=config.seed + null)
+                source = torch.Generator().manual_seed(config.seed + null)
+                found = align(learned, reference, level, generator=source)
                 rows.append((kind, name, level, found.p_value))
     return pd.DataFrame(rows, columns=["kind", "reference", "level", "p_value"])
 

@@ -8,21 +8,10 @@ forward pass. Medians over interleaved repeats of CPU seconds on one thread, whi
 the machine hardly changes.
 """
 
-import time
-from collections.abc import Callable
-
-import numpy as np
-import pandas as pd
-import torch
 from pydantic import Field
-from sklearn.linear_model import LinearRegression
-from threadpoolctl import threadpool_limits
 
-from models import LinearAttentionTransformer, PromptConfig, sample_prompts
-from probe import fit_probes, load_subject
-from probe.linear import NATURAL_POSITIONS, plan_positions, read_sites
-from probe.quantities import statistics
-from probe.reporting import AnalysisConfig, Output, main
+from probe.report.command import AnalysisConfig, read_command_line
+from probe.subjects.names import CONSTRUCTED
 
 
 class Config(AnalysisConfig):
@@ -36,11 +25,31 @@ class Config(AnalysisConfig):
         forward_repeats: timings of each forward pass.
     """
 
-    checkpoint: str = "constructed"
+    checkpoint: str = CONSTRUCTED
     n_prompts: int = Field(200_000, ge=1000)
     repeats: int = Field(3, ge=1)
     forward_batch: int = Field(1000, ge=1)
     forward_repeats: int = Field(100, ge=1)
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.linear_model import LinearRegression
+from threadpoolctl import threadpool_limits
+
+from models import LinearAttentionTransformer, PromptConfig, sample_prompts
+from probe import fit_probes, load_subject
+from probe.probing.linear import NATURAL_POSITIONS, needed_prompts, plan_positions, read_sites
+from probe.quantities.statistics import statistic_values
+from probe.report.script import Output, main
 
 
 def run(config: Config) -> Output:
@@ -49,6 +58,11 @@ def run(config: Config) -> Output:
     model, prompts = subject.model, subject.prompts
     sites = list(plan_positions(model, prompts, None, NATURAL_POSITIONS))
     half = config.n_prompts // 2
+    if half < needed_prompts(model, prompts):
+        raise ValueError(
+            f"--n-prompts {config.n_prompts}: too few for {subject.name}; give at least "
+            f"{2 * needed_prompts(model, prompts)}"
+        )
 
     def ours() -> None:
         generator = torch.Generator().manual_seed(config.seed)
@@ -93,7 +107,7 @@ def run(config: Config) -> Output:
         ]
     )
     notes = (f"{config.n_prompts:,} prompts, {len(sites)} sites; ratio: to the first of its kind.",)
-    return Output(scores, scores, {}, subject.sha256, notes)
+    return Output(scores, scores, {}, subject.sha256, notes, source=subject.source)
 
 
 def _regress(
@@ -109,10 +123,10 @@ def _regress(
     """
     generator = torch.Generator().manual_seed(seed)
     prompts = sample_prompts(prompt_config, 2 * half, generator)
-    targets = statistics(prompts)
+    targets = statistic_values(prompt_config, prompts)
     shuffled = targets[torch.randperm(len(targets), generator=generator)]
     targets = torch.cat([targets, shuffled], dim=1).numpy()
-    untrained = LinearAttentionTransformer(model.cfg, generator).double()
+    untrained = model.untrained(generator)
 
     def score(features: np.ndarray) -> None:
         regression = LinearRegression().fit(features[:half], targets[:half])

@@ -8,44 +8,10 @@ and peak memory. Times are microseconds per prompt and model: the median over re
 in turns so that a busy machine disturbs all alike, and their range.
 """
 
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from itertools import product
-from multiprocessing import get_context
-from pathlib import Path
-
-import matplotlib.pyplot as plt
-import numba
-import numpy as np
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
 from pydantic import Field
-from torch.func import functional_call, grad_and_value, vmap
 
 from models import ModelConfig
-from models.batched import batched_loss
-from models.kernel import FusedKernel
-from probe import load_subject
-from probe.figures import TWO_COLUMNS
-from probe.reporting import AnalysisConfig, Output, main
-
-KERNEL, BATCHED, VMAP, SINGLE = "kernel", "batched", "vmap", "autograd"
-ALL = (SINGLE, BATCHED, VMAP, KERNEL)
-FAST = (BATCHED, KERNEL)
-CONTEXTS = (20, 50, 100, 200, 500, 1000, 2000)
-ENSEMBLES = (1, 2, 4, 8, 16, 32)
-# One sample calls a step until this many seconds have passed, so that timers do not matter.
-SAMPLE_SECONDS = 0.02
-# Prompts per model fall as contexts grow, down to this many: whole vectors, bounded memory.
-MIN_BATCH = 16
-
-Step = Callable[[], tuple[np.ndarray, dict[str, np.ndarray]]]
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -68,6 +34,47 @@ class Config(AnalysisConfig):
     def model(self, n_context: int) -> ModelConfig:
         """The shape that is timed, for prompts of `n_context` samples."""
         return load_subject(self.checkpoint).model.cfg.model_copy(update={"n_context": n_context})
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numba
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from torch.func import functional_call, grad_and_value, vmap
+
+from models.training.kernel import FusedKernel
+from probe import load_subject
+from probe.figures.style import TWO_COLUMNS
+from probe.report.script import Output, main
+
+KERNEL, BATCHED, VMAP, SINGLE = "kernel", "batched", "vmap", "autograd"
+ALL = (SINGLE, BATCHED, VMAP, KERNEL)
+FAST = (BATCHED, KERNEL)
+CONTEXTS = (20, 50, 100, 200, 500, 1000, 2000)
+ENSEMBLES = (1, 2, 4, 8, 16, 32)
+# One sample calls a step until this many seconds have passed, so that timers do not matter.
+SAMPLE_SECONDS = 0.02
+# Prompts per model fall as contexts grow, down to this many: whole vectors, bounded memory.
+MIN_BATCH = 16
+
+Step = Callable[[], tuple[np.ndarray, dict[str, np.ndarray]]]
 
 
 def run(config: Config) -> Output:
@@ -101,8 +108,10 @@ def run(config: Config) -> Output:
     )
     figures = {"scaling": (scaling_figure(scores), scores)}
     facts = {"start_up_seconds": start, "peak_memory_mib": memory, "cpus": os.cpu_count()}
-    sha256 = load_subject(config.checkpoint).sha256
-    return Output(scores, _shown(scores), figures, sha256, notes, facts)
+    subject = load_subject(config.checkpoint)
+    return Output(
+        scores, _shown(scores), figures, subject.sha256, notes, facts, source=subject.source
+    )
 
 
 def _batch(config: Config, n_context: int) -> int:
@@ -137,12 +146,43 @@ def _batched_step(model: ModelConfig, params, x, y, targets) -> Step:
     tensors = [torch.from_numpy(array) for array in (x, y, targets)]
 
     def step():
-        losses = batched_loss(model, leaves, *tensors)
+        losses = _batched_loss(model, leaves, *tensors)
         gradients = torch.autograd.grad(losses.sum(), list(leaves.values()))
         arrays = (gradient.numpy() for gradient in gradients)
         return losses.detach().numpy(), dict(zip(leaves, arrays, strict=True))
 
     return step
+
+
+def _batched_loss(model: ModelConfig, params, x, y, targets) -> torch.Tensor:
+    """Losses of all models, by the fastest formula in PyTorch that is known for this model.
+
+    With A_h = W_Q W_Kᵀ and S = QᵀQ the sum over heads is Q G, where G = Σ_h A_h S W_V,h is
+    [d_model, d_model] per prompt: no tensor has both a head and a position axis.
+    """
+    y = torch.nn.functional.pad(y, (0, 0, 0, 1))
+    rows = torch.cat([torch.ones_like(x[:, :1]), x, y[:, None]], dim=1).permute(0, 3, 2, 1)
+    resid = rows @ params["embed.W_E"][:, None] + params["embed.b_E"][:, None, None]
+    for layer in range(model.n_layers):
+        resid = _batched_block(model, params, f"blocks.{layer}", resid)
+    w_u = params["unembed.W_U"]
+    read = torch.einsum("mbpd,mpd->mb", resid[:, :, -w_u.shape[1] :], w_u)
+    return (read + params["unembed.b_U"][:, None] - targets).square().mean(dim=1)
+
+
+def _batched_block(model: ModelConfig, params, name: str, resid: torch.Tensor) -> torch.Tensor:
+    w_q, w_k, w_v = (params[f"{name}.attn.{matrix}"] for matrix in ("W_Q", "W_K", "W_V"))
+    context = resid[:, :, :-1] if model.exclude_query else resid
+    left = torch.einsum("mhij,mbjk->mbihk", w_q @ w_k.mT, context.mT @ context)
+    attention = resid @ torch.einsum("mbihk,mhkl->mbil", left, w_v)
+    if model.normalization == "none":
+        return resid + attention
+    normed = attention if model.normalization == "branch" else resid + attention
+    normed = torch.nn.functional.layer_norm(normed, normed.shape[-1:], eps=model.norm_eps)
+    if model.norm_affine:
+        gain, bias = (params[f"{name}.ln1_post.{part}"][:, None, None] for part in "wb")
+        normed = normed * gain + bias
+    return resid + normed if model.normalization == "branch" else normed
 
 
 def _rows(x: np.ndarray, y: np.ndarray) -> torch.Tensor:
@@ -264,14 +304,15 @@ def _sample(step: Step) -> float:
 _START_UP = """
 import sys, time
 import numpy as np
-from models.config import ModelConfig
-from models.kernel import FusedKernel
+from models.architecture.config import ModelConfig
+from models.training.kernel import FusedKernel
 model = ModelConfig.model_validate_json(sys.argv[1])
 ones = lambda *shape: np.ones(shape, np.float32)
 params = {name: ones(1, *shape) for name, shape in model.parameter_shapes().items()}
 kernel, n = FusedKernel(model, 16, np.float32), model.n_context
 start = time.perf_counter()
-kernel.loss_and_gradients(params, ones(1, 1, n + 1, 16), ones(1, n, 16), ones(1, 16))
+x = ones(1, model.n_covariates, n + 1, 16)
+kernel.loss_and_gradients(params, x, ones(1, n, 16), ones(1, 16))
 print(time.perf_counter() - start)
 """
 

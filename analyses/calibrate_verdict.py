@@ -1,57 +1,18 @@
 """Set the thresholds of the verdict on models whose algorithm is known, and report how it does.
 
-Every oracle of `probe.oracles` is measured once. Thresholds are fitted on the even ones and
-written to probe/thresholds.py; the confusion matrix is given for both halves. Trained models take
-no part. With --no-fit the thresholds in force stay, and are judged on oracles that had no part in
-them: give a --seed other than 0.
+Every oracle of `probe.verdict.oracles` is measured once. Thresholds are fitted on the even ones;
+the confusion matrix is given for both halves. Trained models take no part. The verdict goes by
+probe/verdict/thresholds.py, which --write-thresholds replaces by the thresholds fitted. With
+--no-fit the thresholds in force are judged instead, on oracles that had no part in them: give a
+--seed other than 0.
 """
 
-import dataclasses
-import pprint
-import re
-from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
-import numpy as np
-import pandas as pd
-import torch
-from joblib import delayed
-from matplotlib import pyplot as plt
-from pydantic import Field
+from pydantic import Field, model_validator
 
-import probe.thresholds
-from probe import load_subject
-from probe.figures import TWO_COLUMNS
-from probe.findings import Findings, gather
-from probe.oracles import AFTER_GRADIENT_STEPS, Oracle, oracles
-from probe.reporting import AnalysisConfig, Output, in_parallel, main
-from probe.thresholds import THRESHOLDS
-from probe.verdict import (
-    ALGORITHMS,
-    DESCENT,
-    KINDS,
-    LEAST_SQUARES,
-    NEWTON,
-    NORMALIZATION,
-    OTHER,
-    OTHER_MECHANISM,
-    RIDGE,
-    TRIVIAL,
-    UNDECIDED,
-    decide,
-)
-from probe.verdict_figures import confusion_heatmap
-
-TABLE = Path(probe.thresholds.__file__)
-# Which oracles took part in fitting; with --no-fit none of them did.
-HALVES, FRESH = ("calibration", "held out"), "fresh"
-GUARD = 0.1
-# Name in `Findings.best` of what deserves each verdict.
-ALGORITHM = {NORMALIZATION: LEAST_SQUARES, OTHER_MECHANISM: LEAST_SQUARES}
-ALGORITHM |= {kind: kind for kind in (DESCENT, NEWTON, RIDGE)}
-
-Case = tuple[Oracle, Findings]
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -63,6 +24,7 @@ class Config(AnalysisConfig):
         every: measure every so many-th oracle only.
         jobs: processes.
         fit: whether to fit thresholds.
+        write_thresholds: whether to write the thresholds fitted to `table`.
         table: file of thresholds to write; the one the verdict reads by default.
     """
 
@@ -70,7 +32,72 @@ class Config(AnalysisConfig):
     every: int = Field(1, ge=1)
     jobs: int = 2
     fit: bool = True
+    write_thresholds: bool = False
     table: Path | None = None
+
+    @model_validator(mode="after")
+    def _require_something_to_write(self) -> Self:
+        if self.write_thresholds and not self.fit:
+            raise ValueError(
+                "write_thresholds=True with fit=False: there are no fitted thresholds to write; "
+                "leave out one of --write-thresholds and --no-fit"
+            )
+        if self.table is not None and not self.write_thresholds:
+            raise ValueError(
+                f"table={self.table} is written on request only; add --write-thresholds"
+            )
+        if self.table is not None and not self.table.parent.is_dir():
+            raise ValueError(f"table={self.table}: there is no folder {self.table.parent}; make it")
+        return self
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import dataclasses
+import pprint
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+import torch
+from joblib import delayed
+from matplotlib import pyplot as plt
+
+import probe.verdict.thresholds
+from probe import load_subject
+from probe.figures.style import TWO_COLUMNS
+from probe.figures.verdict import confusion_heatmap
+from probe.report.script import Output, in_parallel, main
+from probe.rivals.registry import compared
+from probe.verdict.decision import decide
+from probe.verdict.findings import Findings, gather
+from probe.verdict.kinds import (
+    KINDS,
+    LEAST_SQUARES,
+    NORMALIZATION,
+    OTHER,
+    OTHER_MECHANISM,
+    RIDGE,
+    UNDECIDED,
+)
+from probe.verdict.oracles import AFTER_GRADIENT_STEPS, Oracle, oracles
+from probe.verdict.thresholds import THRESHOLDS
+
+TABLE = Path(probe.verdict.thresholds.__file__)
+# Which oracles took part in fitting; with --no-fit none of them did.
+HALVES, FRESH = ("calibration", "held out"), "fresh"
+GUARD = 0.1
+# Names in `Findings.best` of what may be named, and of what deserves each verdict.
+ALGORITHMS = [name for name, algorithm in compared().items() if not algorithm.trivial]
+TRIVIAL = [name for name, algorithm in compared().items() if algorithm.trivial]
+ALGORITHM = {name: name for name in ALGORITHMS}
+ALGORITHM |= {NORMALIZATION: LEAST_SQUARES, OTHER_MECHANISM: LEAST_SQUARES}
+
+Case = tuple[Oracle, Findings]
 
 
 def run(config: Config) -> Output:
@@ -87,7 +114,6 @@ def run(config: Config) -> Output:
     thresholds = THRESHOLDS
     if config.fit:
         thresholds = fit(scores[scores.half == HALVES[0]])
-        rewrite(config.table or TABLE, thresholds)
     verdicts = pd.DataFrame([judge(case, thresholds) for case in cases])
     scores = pd.concat([scores, verdicts], axis=1)
     halves = scores.half.unique()
@@ -106,8 +132,14 @@ def run(config: Config) -> Output:
     generator = torch.Generator().manual_seed(config.seed)
     found = gather(subject.model, subject.prompts, config.n_prompts, generator, thorough=False)
     notes.append(f"{subject.name}: {decide(found, thresholds).kind}")
+    if config.write_thresholds:
+        table = config.table or TABLE
+        rewrite(table, thresholds)
+        notes.append(f"wrote {table}")
     figures = {"confusion": (figure, data)}
-    return Output(scores, shown, figures, subject.sha256, tuple(notes), facts)
+    return Output(
+        scores, shown, figures, subject.sha256, tuple(notes), facts, source=subject.source
+    )
 
 
 def measure(seed: int, index: int, n_prompts: int) -> Findings:
@@ -131,11 +163,7 @@ def measured(case: Case) -> dict:
         "known_k": oracle.k,
         "sites": findings.sites,
         **{f"score: {name}": score for name, score in best.score.items()},
-        "division_r2": findings.division_r2,
-        "division_slope": findings.division_slope,
-        "residual_r2": findings.residual_r2,
-        "residual_slope": findings.residual_slope,
-        "residual_share": findings.residual_share,
+        **findings.numbers,
     }
 
 
@@ -196,10 +224,12 @@ def fit(scores: pd.DataFrame) -> dict:
     is_own = names.to_numpy()[:, None] == np.array(ALGORITHMS)
     own, others = named.where(is_own).max(axis=1), named.mask(is_own)
     closed = names == LEAST_SQUARES
-    short = (own - others.min(axis=1))[closed]
-    ahead = (named[LEAST_SQUARES] - own)[~closed]
+    to_closed = [name for name in ALGORITHMS if _goes_to(name, LEAST_SQUARES)]
+    short = (own - others[to_closed].min(axis=1))[closed]
+    ahead = (named[LEAST_SQUARES] - own)[names.isin(to_closed)]
     # Newton and ridge do not count against least squares, their limit.
-    margins = others[DESCENT].where(closed, others.min(axis=1)) - own
+    settled = [name for name in to_closed if not compared()[name].rivals_limit]
+    margins = others.drop(columns=settled).min(axis=1).where(closed, others.min(axis=1)) - own
 
     divides = scores[scores.known == NORMALIZATION]
     # After a gradient step layer norm divides by what is left, and not by V.
@@ -220,6 +250,12 @@ def fit(scores: pd.DataFrame) -> dict:
         "share": THRESHOLDS["share"],
         "coincide": THRESHOLDS["coincide"],
     }
+
+
+def _goes_to(name: str, limit: str) -> bool:
+    """Whether an algorithm has this limit."""
+    own = compared()[name].limit
+    return own is not None and own.name == limit
 
 
 def between(low: Iterable[float], high: Iterable[float]) -> tuple[float, float]:

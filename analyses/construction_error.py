@@ -6,18 +6,67 @@ N^-2) and, with the query row excluded, against the scale R (theory: R^-4), in f
 float32. The best R of each precision is marked. The named checkpoint is drawn at its own N.
 """
 
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from probe.report.command import AnalysisConfig, read_command_line
+
+Count = Annotated[int, Field(ge=1)]
+# Further out, squares leave the range of float32.
+Scale = Annotated[float, Field(ge=1e-15, le=1e15)]
+
+
+class Config(AnalysisConfig):
+    """Settings of the analysis.
+
+    Attributes:
+        covariates: numbers of covariates p.
+        contexts: numbers of context samples N of the first sweep, at least p + 2.
+        scales: R of the first sweep, one line each.
+        scale_grid: R of the second sweep.
+        scale_context: N of the second sweep, at least p + 2.
+        rows: context samples per cell, shared out into prompts.
+    """
+
+    covariates: tuple[Count, ...] = (1, 2, 3, 4)
+    contexts: tuple[Count, ...] = (20, 100, 1000, 10_000)
+    scales: tuple[Scale, ...] = (10, 100, 1000)
+    scale_grid: tuple[Scale, ...] = (1, 3, 10, 30, 100, 300, 1e3, 3e3, 1e4, 1e5, 1e6, 1e7)
+    scale_context: int = 50
+    rows: int = Field(400_000, ge=1000)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("covariates", "contexts", "scales", "scale_grid"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} is empty; give at least one number")
+        fewest = max(self.covariates) + 2
+        for name, given in (("contexts", self.contexts), ("scale-context", (self.scale_context,))):
+            if min(given) < fewest:
+                raise ValueError(
+                    f"--{name} {min(given)}: too few samples for p = {fewest - 2}; least squares "
+                    f"with an intercept needs at least {fewest}"
+                )
+        return self
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pydantic import Field
 
 from models import PromptConfig, Prompts, closed_form, sample_prompts
+from models.training.evaluation import normalised_error
 from probe import Subject, load_subject
-from probe.figures import PALETTE, TWO_COLUMNS
-from probe.reporting import AnalysisConfig, Output, main
+from probe.figures.style import PALETTE, TWO_COLUMNS
+from probe.report.script import Output, main
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 # Prompt rows per cell: long contexts get fewer prompts, at least MIN_PROMPTS.
@@ -26,28 +75,9 @@ MIN_PROMPTS = 40
 BLOCKS = 100
 
 
-class Config(AnalysisConfig):
-    """Settings of the analysis.
-
-    Attributes:
-        covariates: numbers of covariates p.
-        contexts: numbers of context samples N of the first sweep.
-        scales: R of the first sweep, one line each.
-        scale_grid: R of the second sweep.
-        scale_context: N of the second sweep.
-        rows: context samples per cell, shared out into prompts.
-    """
-
-    covariates: tuple[int, ...] = (1, 2, 3, 4)
-    contexts: tuple[int, ...] = (20, 100, 1000, 10_000)
-    scales: tuple[float, ...] = (10, 100, 1000)
-    scale_grid: tuple[float, ...] = (1, 3, 10, 30, 100, 300, 1e3, 3e3, 1e4, 1e5, 1e6, 1e7)
-    scale_context: int = Field(50, ge=6)
-    rows: int = Field(400_000, ge=1000)
-
-
 def run(config: Config) -> Output:
     """Measure both sweeps and place the checkpoint beside them."""
+    subject = load_subject(config.checkpoint)
     generator = torch.Generator().manual_seed(config.seed)
     rows = []
     for p in config.covariates:
@@ -63,7 +93,6 @@ def run(config: Config) -> Output:
                 row = _row("R", p, config.scale_context, scale, name, model, prompts, config.seed)
                 rows.append(row)
     scores = pd.DataFrame(rows)
-    subject = load_subject(config.checkpoint)
     scores = pd.concat([scores, pd.DataFrame([_checkpoint_row(subject, config, generator)])])
     shown = scores[scores.sweep == "N"].pivot_table(
         index=["p", "n_context"], columns="scale", values="normalised_mse"
@@ -76,7 +105,8 @@ def run(config: Config) -> Output:
         for row in best.itertuples()
     ]
     figures = {"construction_error": (figure(scores), scores)}
-    return Output(scores, shown.reset_index(), figures, subject.sha256, tuple(notes))
+    shown = shown.reset_index()
+    return Output(scores, shown, figures, subject.sha256, tuple(notes), source=subject.source)
 
 
 def best_scales(scores: pd.DataFrame) -> pd.DataFrame:
@@ -147,12 +177,12 @@ def _draw(config: Config, n: int, p: int, generator: torch.Generator) -> Prompts
 @torch.no_grad()
 def _row(sweep, p, n, scale, dtype, model, prompts: Prompts, seed: int) -> dict:
     """Normalised MSE with a bootstrap interval over prompts."""
-    error = (model(prompts.inputs).double() - prompts.least_squares).square().numpy()
-    variance = float(prompts.least_squares.var())
+    losses = (model(prompts.inputs).double() - prompts.target).square()
+    error = normalised_error(losses, prompts.target).numpy()
     blocks = np.array([part.mean() for part in np.array_split(error, min(BLOCKS, len(error)))])
     rng = np.random.default_rng(seed)
     means = blocks[rng.integers(len(blocks), size=(500, len(blocks)))].mean(1)
-    low, high = np.quantile(means, [0.025, 0.975]) / variance
+    low, high = np.quantile(means, [0.025, 0.975])
     return {
         "sweep": sweep,
         "model": "construction",
@@ -161,7 +191,7 @@ def _row(sweep, p, n, scale, dtype, model, prompts: Prompts, seed: int) -> dict:
         "scale": scale,
         "dtype": dtype,
         "n_prompts": len(error),
-        "normalised_mse": error.mean() / variance,
+        "normalised_mse": error.mean(),
         "ci_low": low,
         "ci_high": high,
     }

@@ -9,39 +9,68 @@ coordinates turning into residualised covariates, layer by layer, its scales aga
 pivot, and the error of each class against the condition number, beside rivals of equal depth.
 """
 
-import json
+from pydantic import Field
+
+from probe.report.command import AnalysisConfig, read_command_line
+
+
+class Config(AnalysisConfig):
+    """Settings of the analysis.
+
+    Attributes:
+        checkpoint: the model whose coordinates, scales and errors are drawn; it is classified
+            with the others.
+        names: checkpoints to classify; every shipped one of several covariates by default.
+        n_prompts: prompts per model.
+    """
+
+    checkpoint: str = "p2_l1_3e-4_seed5"
+    names: tuple[str, ...] = ()
+    n_prompts: int = Field(2000, ge=200)
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pandas as pd
 import torch
-from pydantic import Field
-from scipy.stats import binomtest, fisher_exact
+from scipy.stats import fisher_exact
 from torch import Tensor
+from tqdm import tqdm
 
 from models import (
     LinearAttentionTransformer,
     PromptConfig,
+    Prompts,
     available,
     closed_form,
     determinant_form,
     sample_prompts,
 )
-from models.checkpoint import checkpoint_folder
-from probe import load_subject, pivot_label, pivot_test, read_out
-from probe.algorithms import Problem
-from probe.elimination import coordinate_correlations, held_residuals
-from probe.elimination_figures import (
+from models.architecture.sites import layers_of
+from models.checkpoint import PREFIX
+from models.training.evaluation import normalised_error
+from probe import Subject, load_subject, pivot_label, pivot_test, read_out
+from probe.causal.pivots import pivot_points, require_pivots
+from probe.figures.elimination import (
     coordinates_figure,
     errors_figure,
     pivots_figure,
     shares_figure,
 )
-from probe.ladder import FAMILIES, tune
-from probe.pivots import pivot_points
-from probe.reporting import AnalysisConfig, Output, main
+from probe.probing.residuals import coordinate_correlations, held_residuals
+from probe.report.script import Output, main
+from probe.rivals import registry
+from probe.rivals.algorithms import NormalEquations
+from probe.rivals.fitting import tune
+from probe.subjects.counts import share
 
 CLASSES = ("elimination", "determinant", "neither")
 RIVALS = ("GD", "GD++", "Newton")
@@ -75,31 +104,17 @@ CONSTRUCTED = {
 CONDITION = (1, 3, 10, 30, 100, 300, 1000)
 
 
-class Config(AnalysisConfig):
-    """Settings of the analysis.
-
-    Attributes:
-        checkpoint: the model whose coordinates are drawn.
-        names: checkpoints to classify; every shipped one of several covariates by default.
-        n_prompts: prompts per model.
-    """
-
-    checkpoint: str = "p2_l1_3e-4_seed5"
-    names: tuple[str, ...] = ()
-    n_prompts: int = Field(2000, ge=200)
-
-
 @dataclass(frozen=True)
-class Studied:
+class Tested:
     """A model under test.
 
     Attributes:
         name: its name.
         group: label of the run it belongs to, such as "p2", "untrained" or "constructed".
-        l1: penalty; NaN if it was not trained.
+        l1: penalty; NaN if none is on record.
         model: in float64.
         prompts: the distribution to test it on.
-        sha256: hash of its files; None if it is made on the spot.
+        subject: where it came from; None if it is made on the spot.
     """
 
     name: str
@@ -107,17 +122,20 @@ class Studied:
     l1: float
     model: LinearAttentionTransformer
     prompts: PromptConfig
-    sha256: str | None = None
+    subject: Subject | None = None
 
 
 def run(config: Config) -> Output:
-    """Classify every model, then look closely at one."""
-    shown_model = load_subject(config.checkpoint)
-    names = config.names or [name for name in available() if _n_covariates(name) > 1]
-    studied = [_trained(name) for name in names]
-    others = [*_on_common_prompts(studied), *_controls()]
+    """Look closely at one model, and classify it with the others."""
+    drawn = load_subject(config.checkpoint)
+    trained = _trained(config.names, drawn)
+    for each in trained:
+        _require_pivots(each)
+    # First, since a model may have no canonical coordinates.
+    coordinates = _coordinates(drawn.model, drawn.prompts, config.seed)
+    tested = [*trained, *_on_common_prompts(trained), *_controls()]
     tables, rows = [], []
-    for each in [*studied, *others]:
+    for each in tqdm(tested, desc="models", leave=False):
         generator = torch.Generator().manual_seed(config.seed)
         pivots = pivot_test(
             each.model, each.prompts, n_prompts=config.n_prompts, generator=generator
@@ -127,23 +145,21 @@ def run(config: Config) -> Output:
     models = pd.DataFrame(rows)
     scores = pd.concat(tables).merge(models[["model", "l1", "class", "label", "norm. MSE"]])
     shares = count(models)
-    errors = condition_errors([*studied, *others], models, config)
-    coordinates = _coordinates(shown_model.model, shown_model.prompts, config.seed)
-    pivots = scores[scores.model == config.checkpoint]
+    groups = list(dict.fromkeys(each.group for each in trained))
+    (closely,) = (each for each in trained if each.subject is drawn)
+    own = [each for each in trained if each is closely or not _is_shipped(each.subject)]
+    own = [each for each in own if each.group != "p2"]
+    errors, rivals = condition_errors(tested, own, models, config)
+    generator = torch.Generator().manual_seed(config.seed)
+    points = pivot_points(drawn.model, drawn.prompts, generator)
+    pivots = scores[scores.model == closely.name]
     untrained = scores[scores.group == "untrained"]
-    by_penalty = shares[(shares.group == "p2") & (shares.by != "all")]
-    by_run = shares[(shares.by == f"l1 {EXPERIMENT_L1:g}") & shares.group.isin(GROUPS)]
-    by_run = by_run.sort_values("group", key=lambda group: group.map(GROUPS.index))
     figures = {
-        "shares": (shares_figure(by_penalty, by_run), shares),
+        "shares": (shares_figure(*_panels(shares, groups)), shares),
         "coordinates": (coordinates_figure(coordinates), coordinates),
-        "errors": (errors_figure(errors), errors),
+        "errors": (errors_figure(errors, rivals), errors),
+        "pivots": (pivots_figure(pivots, points, untrained), points),
     }
-    if len(pivots):
-        points = pivot_points(
-            shown_model.model, shown_model.prompts, torch.Generator().manual_seed(config.seed)
-        )
-        figures["pivots"] = (pivots_figure(pivots, points, untrained), points)
     told = shares[(shares.by == "all") | (shares.group == "p2")]
     notes = [
         f"{row.group} {row.by}: {row['class']} {row.models} of {row.of} "
@@ -153,10 +169,16 @@ def run(config: Config) -> Output:
     for name, row in contrasts(models).iterrows():
         notes.append(f"{name}: " + ", ".join(f"{kind} p = {p:.3f}" for kind, p in row.items()))
     notes.append("read-out: the order whose residuals explain the coordinates best (eliminators)")
-    sha256 = {each.name: each.sha256 for each in studied} | {config.checkpoint: shown_model.sha256}
+    notes += [
+        f"{each.name}: {each.prompts.n_covariates} covariates, not among the errors (of two)"
+        for each in own
+        if each.prompts.n_covariates != 2
+    ]
+    sha256 = {each.name: each.subject.sha256 for each in trained}
+    sources = {each.name: each.subject.source for each in trained}
     # What each layer divides by would not fit a terminal: scores.csv holds it.
     shown = models[["model", "norm. MSE", "label", "read-out"]]
-    return Output(scores, shown, figures, sha256, tuple(notes))
+    return Output(scores, shown, figures, sha256, tuple(notes), source=sources)
 
 
 def count(models: pd.DataFrame) -> pd.DataFrame:
@@ -173,11 +195,9 @@ def count(models: pd.DataFrame) -> pd.DataFrame:
         for by, part in parts:
             for kind in CLASSES:
                 k, n = int((part["class"] == kind).sum()), len(part)
-                interval = binomtest(k, n).proportion_ci(method="wilson")
-                bounds = {"low": interval.low, "high": interval.high}
                 row = {"group": group, "by": by, "class": kind, "models": k, "of": n}
-                rows.append(row | {"share": k / n} | bounds)
-    return pd.DataFrame(rows)
+                rows.append(row | share(k, n))
+    return pd.DataFrame(rows).rename(columns={"ci_low": "low", "ci_high": "high"})
 
 
 def contrasts(models: pd.DataFrame) -> pd.DataFrame:
@@ -195,93 +215,147 @@ def contrasts(models: pd.DataFrame) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def condition_errors(studied: list[Studied], models: pd.DataFrame, config: Config) -> pd.DataFrame:
+def condition_errors(
+    tested: Sequence[Tested], own: Sequence[Tested], models: pd.DataFrame, config: Config
+) -> tuple[pd.DataFrame, list[str]]:
     """Error to least squares against the condition number of the covariance, p = 2.
 
     On prompts with correlations up to `HARD_CORRELATION`. Rivals have as many steps as the
     models layers, with parameters tuned to least squares.
 
+    Args:
+        tested: of them those of p2 by class, constructions and untrained models.
+        own: models with a line each, where they have two covariates.
+        models: class of each model.
+        config: number of prompts and seed.
+
     Returns:
-        DataFrame with columns who (class, "untrained", "construction" or rival), condition
-        (geometric middle of the bin), error (mean over prompts and models of the squared error
-        over the variance of least squares), low, high (over models; NaN for one).
+        DataFrame with columns who (class, "untrained", "constructed", rival or model), condition
+        (geometric middle of the bin), models, error (mean over prompts and models of the squared
+        error over the variance of least squares), low, high (over models); and who are rivals.
     """
-    pairs = [s for s in studied if s.group in ("p2", "constructed", "untrained")]
-    hard = P2_PROMPTS.model_copy(update={"x_correlation": HARD_CORRELATION})
-    generator = torch.Generator().manual_seed(config.seed + 1)
-    prompts = sample_prompts(hard, 4 * config.n_prompts, generator)
-    condition = torch.linalg.cond(prompts.x_cov)
-    unit = prompts.least_squares.var()
+    prompts = _hard_prompts(P2_PROMPTS.n_context, config)
     kinds = models.set_index("model")["class"]
     predictions: dict[str, list[Tensor]] = {}
-    for each in pairs:
-        who = each.group if each.group != "p2" else kinds[each.name]
-        predictions.setdefault(who, []).append(each.model(prompts.inputs))
-    depth = pairs[0].model.cfg.n_layers
-    problem = Problem.of(prompts)
-    for family in FAMILIES:
-        if family.name in RIVALS:
-            chosen = family.steps.index(depth)
-            parameters = tune(family, problem, prompts.least_squares)[chosen : chosen + 1]
+    for each in tested:
+        if each.group in ("p2", "constructed", "untrained"):
+            who = each.group if each.group != "p2" else kinds[each.name]
+            predictions.setdefault(who, []).append(each.model(prompts.inputs))
+    depth = len(layers_of(next(each.model for each in tested if each.group == "constructed")))
+    problem = NormalEquations.of(prompts)
+    rivals = []
+    for rival in registry.RIVALS:
+        if rival.name in RIVALS:
+            chosen = rival.steps.index(depth)
+            parameters = tune(rival, problem, prompts.least_squares)[chosen : chosen + 1]
             steps = torch.tensor([depth])
-            prediction = family.predict(problem, parameters, steps)[0]
-            predictions[f"{family.name}, {depth} steps"] = [prediction]
-    rows = []
-    for who, several in predictions.items():
-        error = (torch.stack(several) - prompts.least_squares).square() / unit
-        for low, high in pairwise(CONDITION):
-            inside = (condition >= low) & (condition < high)
-            if inside.sum() < 20:
-                continue
-            by_model = error[:, inside].mean(1)
-            spread = by_model.quantile(torch.tensor([0.0, 1.0]).double()).tolist()
-            rows.append(
-                {"who": who, "condition": (low * high) ** 0.5, "models": len(several)}
-                | {"error": float(by_model.mean())}
-                | dict(zip(("low", "high"), spread, strict=True))
-            )
-    return pd.DataFrame(rows)
+            rivals.append(f"{rival.name}, {depth} steps")
+            predictions[rivals[-1]] = [rival.predict(problem, parameters, steps)[0]]
+    rows = [
+        row
+        for who, several in predictions.items()
+        for row in _by_condition(who, torch.stack(several), prompts)
+    ]
+    for each in own:
+        if each.prompts.n_covariates == 2:
+            prompts = _hard_prompts(each.prompts.n_context, config)
+            rows += _by_condition(each.name, each.model(prompts.inputs)[None], prompts)
+    return pd.DataFrame(rows), rivals
 
 
-def _trained(name: str) -> Studied:
-    subject = load_subject(name)
-    label = re.sub(r"_l1_.*", "", name)
-    l1 = json.loads((checkpoint_folder(name) / "training.json").read_text())["l1"]
-    return Studied(name, label, l1, subject.model, subject.prompts, subject.sha256)
+def _hard_prompts(n_context: int, config: Config) -> Prompts:
+    hard = {"x_correlation": HARD_CORRELATION, "n_context": n_context}
+    generator = torch.Generator().manual_seed(config.seed + 1)
+    return sample_prompts(P2_PROMPTS.model_copy(update=hard), 4 * config.n_prompts, generator)
 
 
-def _n_covariates(name: str) -> int:
-    return load_subject(name).prompts.n_covariates
+def _by_condition(who: str, predictions: Tensor, prompts: Prompts) -> Iterator[dict[str, object]]:
+    """Error of models, [m, b], in each bin of the condition number that holds enough prompts."""
+    condition = torch.linalg.cond(prompts.x_cov)
+    error = normalised_error((predictions - prompts.target).square(), prompts.target)
+    for low, high in pairwise(CONDITION):
+        inside = (condition >= low) & (condition < high)
+        if inside.sum() < 20:
+            continue
+        by_model = error[:, inside].mean(1)
+        spread = by_model.quantile(torch.tensor([0.0, 1.0]).double()).tolist()
+        row = {"who": who, "condition": (low * high) ** 0.5, "models": len(predictions)}
+        row |= {"error": float(by_model.mean())}
+        yield row | dict(zip(("low", "high"), spread, strict=True))
 
 
-def _on_common_prompts(studied: list[Studied]) -> Iterator[Studied]:
+def _panels(shares: pd.DataFrame, groups: list[str]) -> tuple[pd.DataFrame, pd.DataFrame, str]:
+    """Rows of the figure of shares: by penalty in one run, by run, and which run the first is."""
+    penalties = {group: shares[(shares.group == group) & (shares.by != "all")] for group in groups}
+    # p2 has most penalties; without it, the run that has.
+    by_group = max(groups, key=lambda group: (group == "p2", penalties[group].by.nunique()))
+    known = shares[(shares.by == f"l1 {EXPERIMENT_L1:g}") & shares.group.isin(GROUPS)]
+    known = known.sort_values("group", key=lambda group: group.map(GROUPS.index))
+    others = [group for group in groups if group not in GROUPS]
+    others = shares[(shares.by == "all") & shares.group.isin(others)]
+    return penalties[by_group], pd.concat([known, others]), by_group
+
+
+def _trained(names: Sequence[str], drawn: Subject) -> list[Tested]:
+    """The models to classify, the drawn one among them, each once."""
+    if names:
+        subjects = [load_subject(name) for name in names]
+    else:
+        shipped = (load_subject(PREFIX + name) for name in available())
+        subjects = [each for each in shipped if each.prompts.n_covariates > 1]
+    # The same model may be named twice, in two ways.
+    once = {(each.name, each.sha256): each for each in (*subjects, drawn)}
+    called = Counter(name for name, _ in once)
+    trained = []
+    for (name, _), each in once.items():
+        label = re.sub(r"_l1_.*", "", name)
+        if label in GROUPS and not _is_shipped(each):
+            label = f"{label}, own"
+        title = name if called[name] == 1 else each.source
+        l1 = float(each.record.get("l1", "nan"))
+        trained.append(Tested(title, label, l1, each.model, each.prompts, each))
+    return trained
+
+
+def _is_shipped(subject: Subject) -> bool:
+    return subject.source.startswith(PREFIX)
+
+
+def _require_pivots(each: Tested) -> None:
+    try:
+        require_pivots(each.model, each.prompts)
+    except ValueError as error:
+        raise ValueError(f"{each.name}: {error}") from None
+
+
+def _on_common_prompts(trained: Sequence[Tested]) -> Iterator[Tested]:
     """Models trained on other correlations, on the prompts of p2."""
-    for each in studied:
+    for each in trained:
         if each.group in ("p2_corr0", "p2_corr95"):
             name, group = f"{each.name} on p2", f"{each.group} on p2"
-            yield Studied(name, group, each.l1, each.model, P2_PROMPTS)
+            yield Tested(name, group, each.l1, each.model, P2_PROMPTS)
 
 
-def _controls() -> Iterator[Studied]:
+def _controls() -> Iterator[Tested]:
     """Constructions and untrained models of two covariates, on the prompts of p2."""
     prompts = P2_PROMPTS
     for name, build in CONSTRUCTED.items():
         model = build(prompts.n_context)
-        yield Studied(name, "constructed", float("nan"), model, prompts)
+        yield Tested(name, "constructed", float("nan"), model, prompts)
     shape = closed_form(prompts.n_context, 2).cfg
     for seed in range(UNTRAINED):
         generator = torch.Generator().manual_seed(seed)
         model = LinearAttentionTransformer(shape, generator).double().requires_grad_(False)
-        yield Studied(f"untrained {seed}", "untrained", float("nan"), model, prompts)
+        yield Tested(f"untrained {seed}", "untrained", float("nan"), model, prompts)
 
 
 @torch.no_grad()
-def _row(each: Studied, pivots: pd.DataFrame) -> dict:
+def _row(each: Tested, pivots: pd.DataFrame) -> dict:
     """One model in the printed table."""
     label = pivot_label(pivots)
     generator = torch.Generator().manual_seed(0)
     prompts = sample_prompts(each.prompts, 2000, generator)
-    error = (each.model(prompts.inputs) - prompts.least_squares).square().mean()
+    losses = each.prompts.loss(each.model(prompts.inputs), prompts)
     kind = "neither"
     if label is not None:
         kind = "determinant" if "determinant" in label else "elimination"
@@ -289,7 +363,7 @@ def _row(each: Studied, pivots: pd.DataFrame) -> dict:
         "model": each.name,
         "group": each.group,
         "l1": each.l1,
-        "norm. MSE": float(error / prompts.least_squares.var()),
+        "norm. MSE": float(normalised_error(losses.mean(), prompts.target)),
         "class": kind,
         "label": label or "–",
         "read-out": "–",
@@ -304,7 +378,9 @@ def _coordinates(
     model: LinearAttentionTransformer, prompts: PromptConfig, seed: int
 ) -> pd.DataFrame:
     """Correlations of canonical coordinates, and linear readability, per layer and residual."""
-    rotation = read_out(model, prompts, basis="canonical", seed=seed).attrs["rotation"]
+    generator = torch.Generator().manual_seed(seed)
+    canonical = read_out(model, prompts, basis="canonical", generator=generator)
+    rotation = canonical.attrs["rotation"]
     correlations = coordinate_correlations(model, prompts, torch.tensor(rotation).double())
     correlations = correlations.rename(columns={"correlation": "value"})
     held = held_residuals(model, prompts).rename(columns={"r2": "value"})

@@ -6,25 +6,9 @@ The confusion matrix of the verdict on models with a known answer is made by
 analyses/calibrate_verdict.py.
 """
 
-import re
-
-import numpy as np
-import pandas as pd
-import torch
-from joblib import delayed
-from matplotlib.figure import Figure
 from pydantic import Field
 
-from models import available
-from probe import Verdict, identify, load_subject
-from probe.behaviour import LENGTHS
-from probe.findings import CEILING, FLOOR
-from probe.reporting import AnalysisConfig, Output, in_parallel, main
-from probe.subject import ZOO, family_of
-from probe.verdict_figures import agreement_panels, confusion_heatmap, rival_distances
-
-# What names one rival, and the measure that compares it with the model.
-RIVAL, DISTANCE = ["family", "k", "query_row"], "distance"
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -39,9 +23,35 @@ class Config(AnalysisConfig):
     jobs: int = Field(2, ge=1)
 
 
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import re
+
+import numpy as np
+import pandas as pd
+import torch
+from joblib import delayed
+from matplotlib.figure import Figure
+
+from models import available
+from models.checkpoint import PREFIX
+from probe import Verdict, identify, load_subject
+from probe.figures.verdict import agreement_panels, confusion_heatmap, rival_distances
+from probe.report.script import Output, in_parallel, main
+from probe.rivals.behaviour import LENGTHS
+from probe.subjects.subject import family_of, is_zoo
+from probe.verdict.findings import CEILING, FLOOR
+
+# What names one rival, and the measure that compares it with the model.
+RIVAL, DISTANCE = ["family", "k", "query_row"], "distance"
+
+
 def run(config: Config) -> Output:
     """Identify one model on its training distribution, or every shipped one on its own."""
-    names = available() if config.checkpoint == ZOO else [config.checkpoint]
+    zoo = is_zoo(config.checkpoint)
+    names = [PREFIX + name for name in available()] if zoo else [config.checkpoint]
     subjects = [load_subject(name) for name in names]
     calls = [delayed(judge)(name, config.n_prompts, config.seed) for name in names]
     jobs = min(config.jobs, len(calls))
@@ -49,19 +59,23 @@ def run(config: Config) -> Output:
         zip((s.name for s in subjects), in_parallel(calls, jobs, "models"), strict=True)
     )
     tables = {name: verdict.evidence for name, verdict in verdicts.items()}
-    if config.checkpoint == ZOO:
+    if zoo:
         tables = {name: of_best_rivals(verdict) for name, verdict in verdicts.items()}
     scores = pd.concat(
         [table.assign(model=name, verdict=verdicts[name].label) for name, table in tables.items()]
     )
     facts = {"verdicts": {name: verdict.to_dict() for name, verdict in verdicts.items()}}
     hashes = {subject.name: subject.sha256 for subject in subjects}
-    if config.checkpoint != ZOO:
+    sources = {subject.name: subject.source for subject in subjects}
+    if not zoo:
         (verdict,) = verdicts.values()
         figures = {"rival_distances": distance_figure(verdict)}
-        return Output(scores, shown(verdict), figures, hashes, (verdict.words,), facts)
+        return Output(
+            scores, shown(verdict), figures, hashes, (verdict.words,), facts, source=sources
+        )
     notes = tuple(f"{name}: {verdict.words}" for name, verdict in verdicts.items())
-    return Output(scores, overview(verdicts), zoo_figures(verdicts), hashes, notes, facts)
+    figures = zoo_figures(verdicts)
+    return Output(scores, overview(verdicts), figures, hashes, notes, facts, source=sources)
 
 
 def judge(checkpoint: str, n_prompts: int, seed: int) -> Verdict:
@@ -97,8 +111,8 @@ def overview(verdicts: dict[str, Verdict]) -> pd.DataFrame:
                 "verdict": verdict.label,
                 "least sq.": score["least squares"],
                 "descent": score["gradient descent"],
-                "division": verdict.findings.division_r2,
-                "residual": verdict.findings.residual_r2,
+                "division": verdict.findings.numbers["division_r2"],
+                "residual": verdict.findings.numbers["residual_r2"],
             }
         )
     return pd.DataFrame(rows)

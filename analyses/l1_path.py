@@ -5,13 +5,10 @@ probes for V and C with their strongest control, division test, and functional a
 the construction. Nothing is trained.
 """
 
-import pandas as pd
 from pydantic import Field
 
-from probe.reporting import AnalysisConfig, Output, main
-from probe.subject import ZOO
-from probe.survey import survey, trained_zoo
-from probe.survey_plots import MEASURES, path_panels
+from probe.report.command import AnalysisConfig, read_command_line
+from probe.subjects.names import ZOO
 
 
 class Config(AnalysisConfig):
@@ -27,6 +24,17 @@ class Config(AnalysisConfig):
     n_prompts: int = Field(1000, ge=100)
 
 
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import pandas as pd
+
+from probe.figures.survey import MEASURES, path_panels
+from probe.report.script import Output, main
+from probe.subjects.survey import survey, trained_zoo
+
+
 def run(config: Config) -> Output:
     """Measure every model of one covariate."""
     zoo = trained_zoo(config.checkpoint)
@@ -36,7 +44,9 @@ def run(config: Config) -> Output:
         f"{len(scores)} models, {config.n_prompts} pairs of prompts each in the division test.",
     )
     hashes = {each.subject.name: each.subject.sha256 for each in zoo}
-    return Output(scores, _shown(scores), {"l1_path": (path_panels(scores), scores)}, hashes, notes)
+    sources = {each.subject.name: each.subject.source for each in zoo}
+    figures = {"l1_path": (path_panels(scores), scores)}
+    return Output(scores, _shown(scores), figures, hashes, notes, source=sources)
 
 
 def _shown(scores: pd.DataFrame) -> pd.DataFrame:

@@ -3,39 +3,14 @@
 One checkpoint: what every coordinate holds (read-out), and its alignment to the nearest
 construction at three levels (permutations with signs, all symmetries of the weights, what is
 computed on the same prompts), each with its p-value against untrained models and models with
-another algorithm. Several checkpoints: the scores of each, and of each against the others: do
-independent runs find the same circuit?
+another algorithm. A model of another size is read out too, and aligned to the construction at the
+levels that can compare them. Several checkpoints: the scores of each, and of each against the
+others: do independent runs find the same circuit?
 """
 
-import itertools
-
-import pandas as pd
-import torch
-from joblib import delayed
-from matplotlib.figure import Figure
 from pydantic import Field
 
-from models import available
-from models.checkpoint import CheckpointError
-from probe import Subject, align, load_subject, read_out
-from probe.match_figures import (
-    layer_map_panels,
-    null_panel,
-    pair_panels,
-    quantity_columns,
-    read_out_panel,
-    score_panels,
-    weight_panels,
-)
-from probe.matching import Alignment
-from probe.nearest import ConstructionFamily
-from probe.reporting import AnalysisConfig, Output, in_parallel, main
-from probe.subject import family_of
-from probe.survey import has_construction
-
-LEVELS = ("signed_permutation", "gauge", "functional")
-NEAREST, OTHERS = "nearest construction", "other models"
-ALPHA = 0.05
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -53,6 +28,44 @@ class Config(AnalysisConfig):
     jobs: int = Field(2, ge=1)
 
 
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import itertools
+
+import pandas as pd
+import torch
+from joblib import delayed
+from matplotlib.figure import Figure
+
+from models import available, closed_form
+from models.architecture.transformer import LinearAttentionTransformer
+from models.checkpoint import CheckpointError
+from probe import Subject, align, load_subject, read_out
+from probe.figures.matching import (
+    layer_map_panels,
+    null_panel,
+    pair_panels,
+    score_panels,
+    weight_panels,
+)
+from probe.figures.readout import quantity_columns, read_out_panel
+from probe.matching.alignment import Alignment
+from probe.matching.construction_family import ConstructionFamily, has_construction
+from probe.matching.pair import Level, require_comparable
+from probe.matching.tables import layer_map_tables, weight_tables
+from probe.report.script import Output, in_parallel, main
+from probe.subjects.subject import family_of
+
+LEVELS: tuple[Level, ...] = ("signed_permutation", "gauge", "functional")
+NEAREST, OTHERS = "nearest construction", "other models"
+# What a model of another size is aligned to: it has no family of its own.
+CONSTRUCTION = "construction"
+SCORES = ["checkpoint", "reference", "level", "score", "distance", "p_value", "null_95", "words"]
+ALPHA = 0.05
+
+
 def run(config: Config) -> Output:
     """Align the checkpoint(s) and read them out."""
     if config.zoo:
@@ -67,43 +80,91 @@ def run(config: Config) -> Output:
 
 
 def one(subject: Subject, config: Config) -> Output:
-    """All of it for one checkpoint."""
+    """All of it for one checkpoint, as far as its size goes."""
     model, prompts = subject.model, subject.prompts
-    family = ConstructionFamily.for_model(model.cfg)
-    alignments = [
-        align(model, family, level, prompt_config=prompts, seed=config.seed) for level in LEVELS
-    ]
+    shape = model.cfg
+    family = ConstructionFamily.for_model(shape) if has_construction(shape) else None
+    base = family.base if family else closed_form(shape.n_context, shape.n_covariates)
+    levels, notes = comparable(model, base)
+    alignments = {
+        level: align(
+            model, family or base, level, prompt_config=prompts, generator=seeded(config.seed)
+        )
+        for level in levels
+    }
+    canonical = ("canonical",) if shape.has_norm and not shape.norm_affine else ()
     tables = {
-        basis: read_out(model, prompts, basis=basis, seed=config.seed)
-        for basis in ("model", "canonical")
+        basis: read_out(
+            model, prompts, basis=basis, generator=torch.Generator().manual_seed(config.seed)
+        )
+        for basis in ("model", *canonical)
     }
-    scores = pd.DataFrame([row(subject.name, NEAREST, found) for found in alignments])
-    permuted, gauge, _ = alignments
-    panels = {
-        "learned, permuted": permuted.model,
-        "learned, all symmetries": gauge.model,
-        "construction": gauge.reference,
-    }
-    maps = {label: panels[label] for label in ("learned, all symmetries", "construction")}
-    parts = pd.concat([found.table.assign(level=found.level) for found in alignments])
-    nulls = pd.concat([found.null.assign(level=found.level) for found in alignments])
-    figures: dict[str, tuple[Figure, pd.DataFrame]] = {
-        "weights": (weight_panels(panels, family.names), parts),
-        "layer_maps": (layer_map_panels(maps, family.names), parts),
-        "null": (null_panel(alignments).figure, nulls),
-    }
+    reference = NEAREST if family else CONSTRUCTION
+    scores = pd.DataFrame(
+        [row(subject.name, reference, found) for found in alignments.values()], columns=SCORES
+    )
+    figures = alignment_figures(alignments, family)
     for basis, table in tables.items():
         columns = ["site", "coordinate", "r2", *quantity_columns(table)]
         figures[f"read_out_{basis}"] = (read_out_panel(table).figure, table[columns])
-    notes = [*dict.fromkeys(note for found in alignments for note in found.notes)]
-    notes += [f"{found.level}: {', '.join(found.words)}" for found in alignments]
+    notes += dict.fromkeys(note for found in alignments.values() for note in found.notes)
+    notes += [f"{level}: {', '.join(found.words)}" for level, found in alignments.items()]
     notes += [
         f"{site}: {words}"
         for site, words in zip(tables["model"]["site"], tables["model"]["words"], strict=True)
     ]
     pages = {f"read_out_{basis}.csv": table.to_csv(index=False) for basis, table in tables.items()}
     shown = scores.drop(columns=["checkpoint", "words"])
-    return Output(scores, shown, figures, subject.sha256, tuple(notes), pages=pages)
+    if scores.empty:
+        shown = tables["model"][["site", "coordinate", "r2"]]
+    return Output(
+        scores, shown, figures, subject.sha256, tuple(notes), pages=pages, source=subject.source
+    )
+
+
+def alignment_figures(
+    alignments: dict[Level, Alignment], family: ConstructionFamily | None
+) -> dict[str, tuple[Figure, pd.DataFrame]]:
+    """Scores beside their null, and for a model of the construction's size its weights."""
+    figures: dict[str, tuple[Figure, pd.DataFrame]] = {}
+    found = list(alignments.values())
+    if family and len(found) == len(LEVELS):
+        parts = pd.concat([each.table.assign(level=each.level) for each in found])
+        gauge = alignments["gauge"]
+        panels = {
+            "learned, permuted": alignments["signed_permutation"].model,
+            "learned, all symmetries": gauge.model,
+            "construction": gauge.reference,
+        }
+        maps = {label: panels[label] for label in ("learned, all symmetries", "construction")}
+        weights = {label: weight_tables(each, family.names) for label, each in panels.items()}
+        layers = {label: layer_map_tables(each, family.names) for label, each in maps.items()}
+        figures["weights"] = (weight_panels(weights), parts)
+        figures["layer_maps"] = (layer_map_panels(layers), parts)
+    if found:
+        nulls = pd.concat([each.null.assign(level=each.level) for each in found])
+        figures["null"] = (null_panel(found).figure, nulls)
+    return figures
+
+
+def comparable(
+    model: LinearAttentionTransformer, reference: LinearAttentionTransformer
+) -> tuple[list[Level], list[str]]:
+    """Levels at which two models can be compared; and at which not, with the reasons."""
+    levels: list[Level] = []
+    reasons: dict[str, list[str]] = {}
+    for level in LEVELS:
+        try:
+            require_comparable(model, reference, level)
+            levels.append(level)
+        except ValueError as reason:
+            reasons.setdefault(str(reason), []).append(level)
+    return levels, [f"not compared, {', '.join(at)}: {why}" for why, at in reasons.items()]
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A fresh source of randomness."""
+    return torch.Generator().manual_seed(seed)
 
 
 def several(checkpoints: list[str], config: Config) -> Output:
@@ -112,9 +173,8 @@ def several(checkpoints: list[str], config: Config) -> Output:
     Shipped checkpoints are compared with the other seeds of the same training, others with all.
     """
     loaded = {checkpoint: load_subject(checkpoint) for checkpoint in checkpoints}
-    matched = {source: one for source, one in loaded.items() if has_construction(one.model)}
-    if not matched:
-        raise CheckpointError("none of the checkpoints has the construction's size")
+    sized = [name for name, each in loaded.items() if has_construction(each.model.cfg)]
+    matched = {name: loaded[name] for name in (sized if config.zoo else loaded)}
     # Named as they were given: another process cannot load a folder by its last part.
     groups: dict[str, list[str]] = {}
     for source, subject in matched.items():
@@ -122,8 +182,20 @@ def several(checkpoints: list[str], config: Config) -> Output:
     calls = []
     # Constructions differ between shapes, and a process keeps its null scores.
     for _, group in sorted(groups.items()):
-        calls.append((group, NEAREST))
+        calls.append(([source for source in group if source in sized], NEAREST))
         calls += [([other for other in group if other != source], source) for source in group]
+    refused = {
+        f"{loaded[one].name} and {loaded[other].name}: {note}": None
+        for group in groups.values()
+        for one, other in itertools.combinations(group, 2)
+        for note in comparable(loaded[one].model, loaded[other].model)[1]
+    }
+    if not sized and not any(
+        comparable(loaded[one].model, loaded[other].model)[0]
+        for group in groups.values()
+        for one, other in itertools.combinations(group, 2)
+    ):
+        raise CheckpointError("; ".join(["no two of the checkpoints can be compared", *refused]))
     rows = in_parallel(
         [delayed(align_all)(*call, config.seed) for call in calls if call[0]],
         config.jobs,
@@ -132,21 +204,27 @@ def several(checkpoints: list[str], config: Config) -> Output:
     scores = pd.DataFrame(itertools.chain.from_iterable(rows))
     scores["family"] = scores["checkpoint"].map(family_of) if config.zoo else scores["checkpoint"]
     scores["against"] = scores["reference"].where(scores["reference"] == NEAREST, OTHERS)
-    figures = {
-        "scores": (score_panels(scores[scores["against"] == NEAREST]), scores),
-    }
+    figures = {}
+    if sized:
+        figures["scores"] = (score_panels(scores[scores["against"] == NEAREST]), scores)
     between = scores[scores["against"] == OTHERS]
     if len(between):
         panels = score_panels(between) if config.zoo else pair_panels(between)
         figures["pairs"] = (panels, between)
-    notes = [
-        f"{len(loaded) - len(matched)} checkpoint(s) of another size or placement left out"
-    ] * (len(matched) < len(loaded))
+    left_out = len(loaded) - len(matched)
+    notes = [f"{left_out} checkpoint(s) of another size or placement left out"] * (left_out > 0)
+    notes += [
+        f"{each.name}: the construction has another size or placement; compared with the others"
+        for source, each in matched.items()
+        if source not in sized
+    ]
+    notes += refused
     for (level, against), group in scores.groupby(["level", "against"], sort=False):
         count = int((group["p_value"] <= ALPHA).sum())
         notes.append(f"{level}, {against}: {count} of {len(group)} agree at p ≤ {ALPHA}")
     hashes = {subject.name: subject.sha256 for subject in matched.values()}
-    return Output(scores, summary(scores), figures, hashes, tuple(notes))
+    sources = {subject.name: subject.source for subject in matched.values()}
+    return Output(scores, summary(scores), figures, hashes, tuple(notes), source=sources)
 
 
 def align_all(checkpoints: list[str], reference: str, seed: int) -> list[dict[str, object]]:
@@ -160,8 +238,9 @@ def align_all(checkpoints: list[str], reference: str, seed: int) -> list[dict[st
         # Two models meet on prompts that neither was favoured on, unless both know the same.
         shared = target is None or target.prompts == subject.prompts
         prompts = subject.prompts if shared else None
-        for level in LEVELS:
-            found = align(subject.model, goal, level, prompt_config=prompts, seed=seed)
+        levels = comparable(subject.model, target.model)[0] if target else LEVELS
+        for level in levels:
+            found = align(subject.model, goal, level, prompt_config=prompts, generator=seeded(seed))
             rows.append(row(subject.name, target.name if target else NEAREST, found))
     return rows
 

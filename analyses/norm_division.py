@@ -6,18 +6,9 @@ residuals that the stream holds after a step of gradient descent, and the distri
 norm's input, mean, scale and output beside those of the closed-form construction.
 """
 
-import pandas as pd
-import torch
 from pydantic import Field
 
-from probe import division_test, load_subject, norm_statistics, residual_division_test
-from probe.division import held_scale_points
-from probe.norms import scale_law, scale_points
-from probe.plots import norm_panels, scale_panels
-from probe.quantities import statistic_label
-from probe.reporting import AnalysisConfig, Output, main
-
-_RENAMED = ("slope", "slope_low", "slope_high", "r2", "ci_low", "ci_high")
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -28,6 +19,24 @@ class Config(AnalysisConfig):
     """
 
     n_prompts: int = Field(4000, ge=100)
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import pandas as pd
+import torch
+
+from probe import division_test, load_subject, norm_statistics, residual_division_test
+from probe.causal.division import held_scale_points, require_one_quotient, require_residuals
+from probe.causal.norm_scale import scale_law, scale_points
+from probe.figures.norms import norm_panels, scale_panels
+from probe.quantities.statistics import statistic_label
+from probe.report.script import Output, main
+from probe.subjects.survey import applies
+
+_RENAMED = ("slope", "slope_low", "slope_high", "r2", "ci_low", "ci_high")
 
 
 def run(config: Config) -> Output:
@@ -44,7 +53,7 @@ def run(config: Config) -> Output:
         "scale: log norm scale against log V at the query token.",
         "±: half a 95 % interval over prompts; scores.csv has its ends.",
     ]
-    if subject.prompts.n_covariates == 1:
+    if applies(require_one_quotient, subject.model, subject.prompts):
         division = division_test(subject.model, subject.prompts, **settings)
         renamed = division.rename(columns={name: f"division_{name}" for name in _RENAMED})
         scores = scores.merge(renamed, on="layer")
@@ -56,7 +65,7 @@ def run(config: Config) -> Output:
         "scale_against_variance": (scale_panels(points), points),
         "norm_distributions": (norm_panels(distributions), distributions),
     }
-    if subject.prompts.n_covariates == 1 and subject.model.cfg.normalization == "branch":
+    if applies(require_residuals, subject.model, subject.prompts):
         residual = residual_division_test(subject.model, subject.prompts, **settings)
         held = held_scale_points(subject.model, subject.prompts, **settings)
         for name, table in (("residual", residual), ("held_scale", scale_law(held, generator))):
@@ -75,7 +84,7 @@ def run(config: Config) -> Output:
             f"{(row.ci_high - row.ci_low) / 2:.3f}; share {row.share:.2f}, γ {row.step:.3f}"
             for row in residual.itertuples()
         ]
-    return Output(scores, shown, figures, subject.sha256, tuple(notes))
+    return Output(scores, shown, figures, subject.sha256, tuple(notes), source=subject.source)
 
 
 def _shown(lines: pd.DataFrame, what: str) -> pd.DataFrame:

@@ -6,31 +6,11 @@ share of seeds whose verdict is "closed form by normalization", with 95 % Wilson
 Models and verdicts are kept in the work folder; the same command continues an interrupted run.
 """
 
-import json
 from pathlib import Path
 
-import joblib
-import matplotlib.pyplot as plt
-import pandas as pd
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pydantic import Field
-from scipy.stats import binomtest
 
-from models import PromptConfig, TrainConfig, train
-from models.checkpoint import provenance, to_json
-from models.runfolder import write_atomically
-from models.training import default_name
-from probe import Subject, Verdict, division_test, identify, load_subject
-from probe.figures import PALETTE, TWO_COLUMNS, heatmap
-from probe.reporting import AnalysisConfig, Output, in_parallel, main
-from probe.thresholds import THRESHOLDS
-
-CLOSED_FORM = "closed form by normalization"
-CELL = ["x_mean_std", "x_log_scale", "l1"]
-MEDIANS = ("normalised_mse", "division_r2", "residual_r2", "division_r2_diverse")
-_TESTS = ("division_r2", "division_slope", "residual_r2", "residual_slope", "residual_share")
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
@@ -62,6 +42,34 @@ class Config(AnalysisConfig):
     scheduler: str | None = None
 
 
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import json
+
+import joblib
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from models import PromptConfig, TrainConfig, train
+from models.files import to_json, write_atomically
+from models.training.grid import default_name
+from probe import Subject, Verdict, division_test, identify, load_subject
+from probe.figures.style import PALETTE, TWO_COLUMNS, heatmap
+from probe.report.script import Output, in_parallel, main
+from probe.subjects.counts import share
+from probe.verdict.kinds import NORMALIZATION
+from probe.verdict.thresholds import THRESHOLDS
+
+CELL = ["x_mean_std", "x_log_scale", "l1"]
+MEDIANS = ("normalised_mse", "division_r2", "residual_r2", "division_r2_diverse")
+_TESTS = ("division_r2", "division_slope", "residual_r2", "residual_slope", "residual_share")
+
+
 def run(config: Config) -> Output:
     """Train what is missing, judge what is not judged, count."""
     subject = load_subject(config.checkpoint)
@@ -79,7 +87,9 @@ def run(config: Config) -> Output:
         f"{subject.name}: {_verdict(subject, config).label}",
     )
     hashes = dict(zip(scores.name, scores.sha256, strict=True)) | {subject.name: subject.sha256}
-    return Output(scores.drop(columns="sha256"), _shown(cells), figures, hashes, notes)
+    scores = scores.drop(columns="sha256")
+    source = {subject.name: subject.source}
+    return Output(scores, _shown(cells), figures, hashes, notes, source=source)
 
 
 def shares(scores: pd.DataFrame) -> pd.DataFrame:
@@ -94,10 +104,8 @@ def shares(scores: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for cell, group in scores.groupby(CELL, sort=True):
-        found = int((group.verdict == CLOSED_FORM).sum())
-        interval = binomtest(found, len(group)).proportion_ci(method="wilson")
-        row = {"models": len(group), "closed_form": found, "share": found / len(group)}
-        row |= {"ci_low": interval.low, "ci_high": interval.high}
+        found = int((group.verdict == NORMALIZATION).sum())
+        row = {"models": len(group), "closed_form": found, **share(found, len(group))}
         row |= {name: group[name].median() for name in MEDIANS}
         rows.append(dict(zip(CELL, cell, strict=True)) | row)
     return pd.DataFrame(rows)
@@ -120,15 +128,15 @@ def phase_map(cells: pd.DataFrame, ax: Axes, colorbar: bool = True) -> Axes:
     """Heatmap of the share for one spread of the mean; cells show the share and its interval."""
     text = [f"{row.closed_form}/{row.models}\n{_interval(row)}" for row in cells.itertuples()]
     cells = cells.assign(text=text)
-    share, labels = (
+    shown, labels = (
         cells.pivot(index="l1", columns="x_log_scale", values=column)[::-1]
         for column in ("share", "text")
     )
     heatmap(
-        share, ax, labels=labels, colorbar=colorbar, colorbar_label="share: closed form by norm."
+        shown, ax, labels=labels, colorbar=colorbar, colorbar_label="share: closed form by norm."
     )
-    ax.set_xticklabels([f"{value:g}" for value in share.columns])
-    ax.set_yticklabels([f"{value:g}" for value in share.index], rotation=0)
+    ax.set_xticklabels([f"{value:g}" for value in shown.columns])
+    ax.set_yticklabels([f"{value:g}" for value in shown.index], rotation=0)
     ax.tick_params(left=False, bottom=False)
     ax.set(xlabel="half width of the log scale of x", ylabel="l1 weight")
     return ax
@@ -188,7 +196,7 @@ def _judged(folder: Path, config: Config) -> dict[str, object]:
         found = {"asked": asked, **_judge(subject, config)}
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, to_json(found).encode())
-    prompts, record = subject.prompts, provenance(folder)
+    prompts, record = subject.prompts, subject.record
     cell = f"mean_{prompts.x_mean_std:g}_scale_{prompts.x_log_scale:g}"
     return {
         "name": default_name(cell, record["l1"], record["seed"]),

@@ -6,20 +6,17 @@ prompts, beside the strongest of three controls: the raw input, untrained models
 shape, shuffled targets.
 """
 
-import pandas as pd
-import torch
 from pydantic import Field
 
-from probe import fit_probes, load_subject
-from probe.plots import position_panels, probe_heatmaps, strongest_control, wide
-from probe.reporting import AnalysisConfig, Output, main
+from probe.report.command import AnalysisConfig, read_command_line
 
 
 class Config(AnalysisConfig):
     """Settings of the analysis.
 
     Attributes:
-        n_prompts: prompts to fit on, and as many fresh ones to score on.
+        n_prompts: prompts to fit on (or more where a site has many features), and as many fresh
+            ones to score on.
         n_untrained: untrained models that the controls draw.
     """
 
@@ -27,18 +24,32 @@ class Config(AnalysisConfig):
     n_untrained: int = Field(8, ge=1)
 
 
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import pandas as pd
+import torch
+
+from models.architecture.sites import sites_with
+from probe import fit_probes, load_subject
+from probe.figures.probes import position_panels, probe_heatmaps, wide
+from probe.probing.linear import needed_prompts, strongest_control
+from probe.report.script import Output, main
+
+
 def run(config: Config) -> Output:
     """Probe every site of the checkpoint on the prompts it was trained on."""
     subject = load_subject(config.checkpoint)
     model, prompts = subject.model, subject.prompts
     settings = {
-        "n_train": config.n_prompts,
+        "n_train": max(config.n_prompts, needed_prompts(model, prompts)),
         "n_test": config.n_prompts,
         "n_untrained": config.n_untrained,
         "generator": torch.Generator().manual_seed(config.seed),
     }
     scores = fit_probes(model, prompts, **settings)
-    stream = [site for site in model.hook_dict if site.endswith(("hook_embed", "hook_resid_post"))]
+    stream = [site.name for role in ("embedding", "stream out") for site in sites_with(model, role)]
     everywhere = [*map(str, range(prompts.n_context)), "query"]
     by_position = fit_probes(model, prompts, stream, everywhere, **settings)
 
@@ -50,7 +61,7 @@ def run(config: Config) -> Output:
         "probes": (probe_heatmaps(scores), scores),
         "positions": (position_panels(by_position), by_position),
     }
-    return Output(scores, _shown(scores), figures, subject.sha256, notes)
+    return Output(scores, _shown(scores), figures, subject.sha256, notes, source=subject.source)
 
 
 def _shown(scores: pd.DataFrame) -> pd.DataFrame:

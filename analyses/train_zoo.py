@@ -13,32 +13,13 @@ one row per model: normalised MSE on fresh prompts, how many parameters are exac
 many below 1e-3, and the active heads of each layer.
 """
 
-import shutil
-from functools import partial
 from pathlib import Path
 
-import pandas as pd
 from pydantic import Field
 
-from models import ModelConfig, PromptConfig, TrainConfig, load, save, train
-from models.checkpoint import SHIPPED, checkpoint_hash, provenance
-from models.training import DISTRIBUTIONS, default_name
-from probe.reporting import AnalysisConfig, Output, main
-from probe.sparsity import active_heads, exact_zeros
+from probe.report.command import AnalysisConfig, read_command_line
 
-PENALTIES = (3e-4, 1e-3, 3e-3)
 ALL = "zoo"
-SMALL = 1e-3
-HEADINGS = {
-    "name": "checkpoint",
-    "status": "status",
-    "normalised_mse": "norm. MSE",
-    "exact_zeros": "zeros",
-    "below_1e-3": "< 1e-3",
-    "active_heads": "heads",
-}
-# Settings that name many models; the folder name and the record tell which one it is.
-GRID = {"prompts", "l1", "seeds"}
 
 
 class Config(AnalysisConfig):
@@ -55,6 +36,36 @@ class Config(AnalysisConfig):
     seed: int = Field(0, ge=0)
     folder: Path | None = None
     steps: int = Field(40_000, ge=1)
+
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before the imports below, which take seconds.
+    read_command_line(Config, __doc__)
+
+import shutil
+from functools import partial
+
+import pandas as pd
+
+from models import ModelConfig, PromptConfig, TrainConfig, load, save, train
+from models.checkpoint import SHIPPED, checkpoint_hash, provenance
+from models.training.config import DISTRIBUTIONS
+from models.training.grid import default_name
+from probe.report.script import Output, main
+from probe.subjects.sparsity import active_heads, exact_zeros
+
+PENALTIES = (3e-4, 1e-3, 3e-3)
+SMALL = 1e-3
+HEADINGS = {
+    "name": "checkpoint",
+    "status": "status",
+    "normalised_mse": "norm. MSE",
+    "exact_zeros": "zeros",
+    "below_1e-3": "< 1e-3",
+    "active_heads": "heads",
+}
+# Settings that name many models; the folder name and the record tell which one it is.
+GRID = {"prompts", "l1", "seeds"}
 
 
 def runs(config: Config) -> dict[str, TrainConfig]:
@@ -116,9 +127,14 @@ def _finished(folder: Path, settings: TrainConfig) -> bool:
     """Whether a folder holds a model trained like this; what else was trained plays no part."""
     if not (folder / "training.json").is_file():
         return False
-    record, wanted = provenance(folder), settings.model_dump(mode="json")
-    same = all(record["training"][key] == wanted[key] for key in wanted.keys() - GRID)
-    return same and record["prompts"] == wanted["prompts"][0]
+    record = provenance(folder)
+    # Read as configs: a record lacks the fields that are newer than it.
+    before = TrainConfig(**record["training"])
+    same = all(
+        getattr(before, name) == getattr(settings, name)
+        for name in TrainConfig.model_fields.keys() - GRID
+    )
+    return same and PromptConfig(**record["prompts"]) == settings.prompts[0]
 
 
 def _settings(

@@ -1,6 +1,7 @@
 """Command line of training: ``python -m models.train --help``.
 
-Nothing imports this module, so that ``models.train`` is the function.
+``import models.train`` puts this module where the function `models.training.grid.train` was:
+called, it does the same.
 """
 
 from __future__ import annotations
@@ -8,13 +9,27 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import tyro
 from pydantic import ValidationError
 
-from models.config import PromptConfig
-from models.training import DISTRIBUTIONS, TrainConfig, TrainingError, train
+from models.architecture.transformer import LinearAttentionTransformer
+from models.tasks.config import PromptConfig
+from models.training.config import DISTRIBUTIONS, TrainConfig
+from models.training.grid import train
+from models.training.run_folder import TrainingError
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> list[LinearAttentionTransformer]:
+        """Train every model of a config; see `models.training.grid.train`."""
+        return train(*args, **kwargs)
+
+
+if __name__ != "__main__":
+    sys.modules[__name__].__class__ = _CallableModule
 
 _registry = tyro.constructors.ConstructorRegistry()
 

@@ -7,6 +7,22 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import hypothesis
 import pytest
 import torch
+from jaxtyping import install_import_hook
+
+# Shapes in annotations are checked while the suite runs, in the modules where tensors are made;
+# modules that check a user's input themselves are left to their own messages.
+install_import_hook(
+    [
+        "models.architecture.transformer",
+        "models.tasks.statistics",
+        "models.tasks.shifts",
+        "probe.stats",
+        "probe.quantities",
+        "probe.rivals.algorithms",
+        "probe.symmetry.heads",
+    ],
+    "beartype.beartype",
+)
 
 torch.set_num_threads(1)
 

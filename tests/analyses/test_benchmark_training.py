@@ -1,4 +1,6 @@
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
@@ -13,13 +15,24 @@ def script():
     return runpy.run_path(str(SCRIPT))
 
 
-@pytest.fixture(scope="module")
-def config(script):
-    return script["Config"](n_models=2, batch=16, n_context=5, repeats=2)
+@pytest.fixture(scope="module", params=["untrained", "p2_l1_1e-3_seed0"])
+def config(script, request):
+    options = {"n_models": 2, "batch": 16, "n_context": 5, "repeats": 2}
+    return script["Config"](checkpoint=request.param, **options)
 
 
-def test_all_ways_compute_the_same_step(script, config):
-    steps = script["make_steps"](config.model(5), 2, 16, seed=0)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"normalization": "post", "norm_affine": True},
+        {"normalization": "none", "readout": "query"},
+        {"exclude_query": True},
+    ],
+)
+def test_all_ways_compute_the_same_step(script, config, shape):
+    model = config.model(5).model_copy(update=shape)
+    steps = script["make_steps"](model, 2, 16, seed=0)
     assert list(steps) == list(script["ALL"])
     assert script["largest_difference"](steps) < 1e-3
     losses = [step()[0] for step in steps.values()]
@@ -37,3 +50,8 @@ def test_table_has_one_row_per_way_and_thread_count(script, config):
     assert (scores.loc[scores["implementation"] == script["KERNEL"], "ratio"] == 1).all()
     shown = script["_shown"](scores)
     assert shown["way"].tolist() == list(script["FAST"])
+
+
+def test_the_first_call_is_timed_for_any_shape(script, config):
+    words = [sys.executable, "-c", script["_START_UP"], config.model(5).model_dump_json()]
+    assert float(subprocess.run(words, check=True, capture_output=True, text=True).stdout) > 0

@@ -1,12 +1,14 @@
 """The script as a user runs it, on few prompts."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "analyses" / "construction_error.py"
 SMALL = (
@@ -39,3 +41,31 @@ def test_it_finds_the_theory_and_writes_the_same_bytes_twice(tmp_path):
     assert record["config"]["seed"] == 0
     assert "construction_error.py" in record["command"]
     assert files["construction_error.pdf"].startswith(b"%PDF")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"contexts": ()}, "--contexts is empty"),
+        ({"covariates": ()}, "--covariates is empty"),
+        ({"scale_grid": (1e308,)}, r"--scale-grid 1e\+308: "),
+        ({"scales": (0.0,)}, "--scales 0.0: "),
+        ({"scales": (float("nan"),)}, "--scales nan: "),
+        ({"contexts": (5,), "covariates": (4,)}, "--contexts 5: .* at least 6"),
+        ({"scale_context": 5}, "--scale-context 5: "),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_the_work(settings, message):
+    config = runpy.run_path(str(SCRIPT))["Config"]
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+    assert config(contexts=(3,), covariates=(1,), scale_context=3)
+
+
+def test_an_empty_option_ends_with_2(tmp_path):
+    command = [sys.executable, SCRIPT, "--contexts", "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--contexts is empty" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """The scripts as a user runs them, on few models and prompts."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,18 @@ import pandas as pd
 import pytest
 import torch
 
-from models import PromptConfig, closed_form, determinant_form, sample_prompts
-from probe.elimination import coordinate_correlations, held_residuals, residual_quantities
+from models import (
+    LinearAttentionTransformer,
+    PromptConfig,
+    closed_form,
+    determinant_form,
+    sample_prompts,
+    save,
+)
+from probe import load_subject
+from probe.figures.style import style
+from probe.probing.residuals import coordinate_correlations, held_residuals
+from probe.quantities.residuals import residual_quantities
 
 SCRIPT = Path(__file__).parents[2] / "analyses" / "elimination.py"
 ELIMINATOR, DETERMINANT = "p2_corr95_l1_1e-3_seed4", "p2_corr0_l1_1e-3_seed1"
@@ -110,3 +121,71 @@ def test_residuals_are_orthogonal_to_what_they_are_given(generator):
     # At the query y counts as 0: what remains is minus the prediction.
     rest = quantities.values[:, -1, quantities.names.index("y|123")]
     torch.testing.assert_close(rest, -prompts.least_squares)
+
+
+# ---- models of one's own ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(SCRIPT))
+
+
+def own(folder: Path, **changes) -> Path:
+    """A construction of two covariates as a checkpoint without a training of its own."""
+    model = closed_form(40, 2, 1e3)
+    if changes:
+        config = model.cfg.model_copy(update=changes)
+        model = LinearAttentionTransformer(config, torch.Generator().manual_seed(0)).double()
+    return save(model, folder, prompts=VARIED)
+
+
+def test_ones_own_model_is_classified_and_drawn_everywhere(script, tmp_path):
+    mine = own(tmp_path / "mine")
+    # By its path once more, and in another writing: it is one model.
+    names = (str(mine), f"{mine}/")
+    with style():
+        config = script["Config"](checkpoint=str(mine), names=names, n_prompts=300)
+        output = script["run"](config)
+    scores = output.scores.drop_duplicates("model").set_index("model")
+    assert scores.label["mine"] == "elimination (x1, x2)"
+    assert list(output.sha256) == ["mine"]
+    assert output.source == {"mine": str(mine)}
+    errors = output.figures["errors"][1]
+    mean = errors.groupby("who").error.mean()
+    assert mean["mine"] < mean["untrained"]
+    assert errors[errors.who == "mine"].models.eq(1).all()
+    assert "pivots" in output.figures
+    # One run without a penalty: one panel, with points in it.
+    (panel,) = output.figures["shares"][0].axes
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["mine\n(1)"]
+    assert panel.containers
+
+
+def test_ones_own_run_of_a_shipped_name_is_not_counted_with_it(script, tmp_path):
+    trained = script["_trained"]
+    folder = own(tmp_path / "p2_l1_1e-3_seed0")
+    shipped, mine = trained(["p2_l1_1e-3_seed0"], load_subject(folder))
+    assert (shipped.group, mine.group) == ("p2", "p2, own")
+    # Two models of one name are told apart by their folders.
+    assert {shipped.name, mine.name} == {"shipped:p2_l1_1e-3_seed0", str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"norm_affine": True}, "norm_affine"), ({"normalization": "none"}, "no layer norm")],
+)
+def test_a_model_it_cannot_draw_is_refused_before_the_work(
+    script, tmp_path, monkeypatch, changes, message
+):
+    mine = own(tmp_path / "mine", **changes)
+    work = {"pivot_test": lambda *_, **__: pytest.fail("the work had begun")}
+    for name, function in work.items():
+        monkeypatch.setitem(script["run"].__globals__, name, function)
+    with pytest.raises(ValueError, match=message):
+        script["run"](script["Config"](checkpoint=str(mine), names=(DETERMINANT,)))
+
+
+def test_one_covariate_is_refused_by_name(script):
+    with pytest.raises(ValueError, match="varied_l1_3e-4_seed0: "):
+        script["run"](script["Config"](names=("varied_l1_3e-4_seed0",)))

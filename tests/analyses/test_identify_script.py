@@ -13,8 +13,8 @@ import torch
 
 from models import LinearAttentionTransformer, ModelConfig, PromptConfig, save
 from probe import identify, load_subject
-from probe.thresholds import THRESHOLDS
-from probe.verdict import KINDS, NORMALIZATION, UNDECIDED
+from probe.verdict.kinds import KINDS, NORMALIZATION, UNDECIDED
+from probe.verdict.thresholds import THRESHOLDS
 
 ANALYSES = Path(__file__).parents[2] / "analyses"
 
@@ -118,6 +118,37 @@ def test_rewritten_thresholds_are_read_back(calibration, tmp_path):
     module = runpy.run_path(str(tmp_path / "thresholds.py"))
     assert module["THRESHOLDS"] == changed
     assert "coincide" in module["__doc__"]
+
+
+def test_thresholds_are_written_on_request_only(calibration, tmp_path, monkeypatch):
+    table = tmp_path / "thresholds.py"
+    table.write_bytes(calibration["TABLE"].read_bytes())
+    changed = {**THRESHOLDS, "lead": 0.123}
+    inside = calibration["run"].__globals__
+    monkeypatch.setitem(inside, "TABLE", table)
+    # So few oracles are not of every kind.
+    monkeypatch.setitem(inside, "fit", lambda scores: changed)
+    settings = {"checkpoint": "constructed", "every": 200, "n_prompts": 64, "jobs": 1}
+    output = calibration["run"](calibration["Config"](**settings))
+    assert output.facts["thresholds"] == changed
+    assert table.read_bytes() == calibration["TABLE"].read_bytes()
+    assert not any(note.startswith("wrote") for note in output.notes)
+    output = calibration["run"](calibration["Config"](**settings, write_thresholds=True))
+    assert runpy.run_path(str(table))["THRESHOLDS"] == changed
+    assert f"wrote {table}" in output.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"write_thresholds": True, "fit": False}, "no fitted thresholds"),
+        ({"table": Path("thresholds.py")}, "add --write-thresholds"),
+        ({"table": Path("no/folder/of/this/name.py"), "write_thresholds": True}, "no folder"),
+    ],
+)
+def test_thresholds_that_cannot_be_written_are_refused_first(calibration, options, message):
+    with pytest.raises(ValueError, match=message):
+        calibration["Config"](**options)
 
 
 def test_thresholds_in_force_are_fitted_on_the_shipped_oracles(calibration):

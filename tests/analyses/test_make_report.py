@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 
 from models import LinearAttentionTransformer, ModelConfig, PromptConfig, save
-from probe import null
-from probe.figures import style
-from probe.reporting import write_output
-from probe.survey import Trained
+from probe.figures.style import style
+from probe.matching import null
+from probe.report.script import write_output
+from probe.subjects.survey import Trained
 
 SCRIPT = Path(__file__).parents[2] / "analyses" / "make_report.py"
 EVIL = "<img src=x onerror=alert(1)>"

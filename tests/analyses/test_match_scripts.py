@@ -9,9 +9,18 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+import torch
 
-from models import load, save, training_prompts
-from probe import null
+from models import (
+    LinearAttentionTransformer,
+    ModelConfig,
+    PromptConfig,
+    load,
+    save,
+    training_prompts,
+)
+from models.checkpoint import CheckpointError
+from probe.matching import null
 
 ANALYSES = Path(__file__).parents[2] / "analyses"
 LEVELS = ["signed_permutation", "gauge", "functional"]
@@ -87,6 +96,57 @@ def test_folders_of_ones_own_are_compared(few_draws, tmp_path):
     pairs = output.scores[output.scores.against == "other models"]
     assert set(pairs.checkpoint) == set(pairs.reference) == {"mine_0", "mine_1"}
     assert set(output.sha256) == {"mine_0", "mine_1"}
+
+
+OTHER_SIZES = {
+    # One coordinate more: no symmetry relates the weights, yet both can be compared.
+    "wide": (ModelConfig(d_model=5), ["signed_permutation", "functional"]),
+    # Weights under another norm mean something else; what is computed can be compared.
+    "post": (ModelConfig(normalization="post"), ["functional"]),
+    # Its layers have no counterpart.
+    "deep": (ModelConfig(n_layers=3, normalization="none"), []),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_SIZES)
+def test_a_model_of_another_size_gets_all_that_is_possible(kind, few_draws, tmp_path):
+    script = runpy.run_path(str(ANALYSES / "match_weights.py"))
+    config, levels = OTHER_SIZES[kind]
+    model = LinearAttentionTransformer(config, torch.Generator().manual_seed(0))
+    folder = save(model, tmp_path / kind, prompts=PromptConfig())
+    output = script["run"](script["Config"](checkpoint=str(folder)))
+    assert list(output.scores.level) == levels
+    assert set(output.scores.reference) <= {"construction"}
+    assert "weights" not in output.figures
+    assert ("null" in output.figures) == bool(levels)
+    assert "read_out_model.csv" in output.pages
+    assert ("read_out_canonical.csv" in output.pages) == config.has_norm
+    refused = [note for note in output.notes if note.startswith("not compared")]
+    said = " ".join(refused)
+    assert all((level in said.split(":")[0]) != (level in levels) for level in LEVELS)
+    assert {"wide": "d_model 5", "post": "'post'", "deep": "n_layers: 3"}[kind] in said
+    assert len(output.shown)
+
+
+def test_models_of_another_size_are_compared_with_each_other(few_draws, tmp_path):
+    script = runpy.run_path(str(ANALYSES / "match_weights.py"))
+
+    def saved(name, seed, **shape):
+        model = LinearAttentionTransformer(
+            ModelConfig(**shape), torch.Generator().manual_seed(seed)
+        )
+        return str(save(model, tmp_path / name, prompts=PromptConfig()))
+
+    post = [saved(f"post_{k}", k, normalization="post") for k in range(2)]
+    config = script["Config"](checkpoint=post[0], against=(post[1],), jobs=1)
+    output = script["run"](config)
+    assert set(output.scores.level) == {"signed_permutation", "functional"}
+    assert set(output.scores.against) == {"other models"}
+    assert set(output.figures) == {"pairs"}
+    assert any("gauge" in note for note in output.notes)
+    deep = saved("deep", 0, n_layers=3)
+    with pytest.raises(CheckpointError, match="n_layers"):
+        script["run"](script["Config"](checkpoint=post[0], against=(deep,), jobs=1))
 
 
 def test_planted_symmetries_come_back_and_nothing_else_is_significant(few_draws):

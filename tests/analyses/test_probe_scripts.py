@@ -1,10 +1,16 @@
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+
+from models import LinearAttentionTransformer, ModelConfig, PromptConfig, save
+from probe.figures.style import style
+from probe.subjects.survey import survey, trained_zoo
 
 ANALYSES = Path(__file__).parents[2] / "analyses"
 
@@ -72,3 +78,44 @@ def test_benchmark_probes(tmp_path):
     scores = pd.read_csv(tmp_path / "scores.csv")
     assert (scores["CPU seconds"] > 0).all()
     assert scores["ratio"].iloc[0] == 1
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """A checkpoint whose head states have 1024 numbers: probes need ten prompts for each."""
+    config = ModelConfig(d_model=16, n_heads=4, n_layers=1, n_context=6)
+    model = LinearAttentionTransformer(config, torch.Generator().manual_seed(0))
+    prompts = PromptConfig(n_context=6, x_log_scale=0.7)
+    folder = tmp_path_factory.mktemp("trained") / "wide"
+    return save(model, folder, prompts=prompts, l1=0.001, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("probe_stats", {"n_prompts": 200, "n_untrained": 1}),
+        ("ablations", {"n_prompts": 100, "n_train": 200, "n_random": 1}),
+    ],
+)
+def test_wide_models_get_the_prompts_that_their_probes_need(name, settings, wide):
+    script = runpy.run_path(str(ANALYSES / f"{name}.py"))
+    with style():
+        output = script["run"](script["Config"](checkpoint=str(wide), **settings))
+    assert output.source == str(wide)
+    states = output.scores[output.scores.site == "blocks.0.attn.hook_state"]
+    assert len(states)
+
+
+def test_a_survey_gives_wide_models_the_prompts_that_their_probes_need(wide):
+    (row,) = survey(trained_zoo(str(wide.parent)), n_prompts=100).to_dict("records")
+    assert row["name"] == "wide"
+    assert row["distribution"] == "other"
+    # An untrained model's head state is a random map of the prompt's moments.
+    assert row["probe_C"] == pytest.approx(row["probe_C_control"], abs=0.1)
+    assert "alignment" not in row
+
+
+def test_the_benchmark_says_at_once_how_many_prompts_it_needs(wide):
+    script = runpy.run_path(str(ANALYSES / "benchmark_probes.py"))
+    with pytest.raises(ValueError, match="--n-prompts 2000: too few for wide; give at least 20480"):
+        script["run"](script["Config"](checkpoint=str(wide), n_prompts=2000))

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from models.checkpoint import checkpoint_hash
-from probe import identify, null
-from probe.report_zoo import zoo_claim
-from probe.survey import survey, trained_zoo
+from probe import identify
+from probe.matching import null
+from probe.report.many_models import zoo_claim
+from probe.subjects.survey import survey, trained_zoo
 
 REPORT = Path(__file__).parents[2] / "reports" / "zoo"
 REBUILD = "make report builds it anew"

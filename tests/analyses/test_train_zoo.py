@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import LinearAttentionTransformer, ModelConfig, TrainConfig, available, training
+from models import LinearAttentionTransformer, ModelConfig, TrainConfig, available
 from models.checkpoint import SHIPPED, provenance
-from probe.sparsity import active_heads
+from models.training import evaluation
+from probe.subjects.sparsity import active_heads
 
 ZOO = runpy.run_path(str(Path(__file__).parents[2] / "analyses" / "train_zoo.py"))
 
 
 def test_a_run_is_trained_once_and_tabulated(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "EVALUATION_PROMPTS", 32)
+    monkeypatch.setattr(evaluation, "EVALUATION_PROMPTS", 32)
     config = ZOO["Config"](folder=tmp_path, steps=2, seed=5, checkpoint="varied")
     output = ZOO["run"](config)
     assert len(output.scores) == 24
@@ -29,7 +30,7 @@ def test_a_run_is_trained_once_and_tabulated(tmp_path, monkeypatch):
 
 
 def test_several_covariates_are_trained_as_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "EVALUATION_PROMPTS", 32)
+    monkeypatch.setattr(evaluation, "EVALUATION_PROMPTS", 32)
     config = ZOO["Config"](folder=tmp_path, steps=2, checkpoint="p2_corr95")
     name = ZOO["run"](config).scores.name[0]
     assert name == "p2_corr95_l1_1e-3_seed0"

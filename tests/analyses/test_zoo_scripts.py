@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from probe import null
-from probe.survey import Trained
+from probe.matching import null
+from probe.subjects.survey import Trained
 
 ANALYSES = Path(__file__).parents[2] / "analyses"
 TINY = (

@@ -1,0 +1,17 @@
+from .basis import Basis as Basis
+from .basis import blank as blank
+from .basis import centre as centre
+from .basis import coordinate_names as coordinate_names
+from .basis import covariate_names as covariate_names
+from .basis import n_keys as n_keys
+from .basis import set_head as set_head
+from .cramer import determinant_form as determinant_form
+from .cramer import fraction_free_form as fraction_free_form
+from .descent import gradient_descent as gradient_descent
+from .elimination import closed_form as closed_form
+from .published import ahn_optimum as ahn_optimum
+from .published import from_ahn as from_ahn
+from .published import from_von_oswald as from_von_oswald
+from .published import from_zhang as from_zhang
+from .published import von_oswald_step as von_oswald_step
+from .published import zhang_optimum as zhang_optimum

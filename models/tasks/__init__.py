@@ -1,0 +1,5 @@
+"""What models are trained on: in-context regression prompts and their statistics."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,12 @@
+from .config import PromptConfig as PromptConfig
+from .linear_regression import Elimination as Elimination
+from .linear_regression import Prompts as Prompts
+from .linear_regression import draw as draw
+from .linear_regression import eliminate as eliminate
+from .linear_regression import prompts_from_arrays as prompts_from_arrays
+from .linear_regression import sample_prompts as sample_prompts
+from .shifts import regression_shifts as regression_shifts
+from .statistics import Statistic as Statistic
+from .statistics import regression_statistics as regression_statistics
+from .task import Task as Task
+from .task import TaskPrompts as TaskPrompts

@@ -1,0 +1,5 @@
+"""What can be read from activations: linear probes, read-out of coordinates, residuals."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

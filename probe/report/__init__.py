@@ -1,0 +1,5 @@
+"""Scripts and pages: command line, provenance, one model, many models."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,10 @@
+from .bootstrap import percentiles as percentiles
+from .bootstrap import resample_counts as resample_counts
+from .moments import ROUNDING_STEPS as ROUNDING_STEPS
+from .moments import LinearMap as LinearMap
+from .moments import Moments as Moments
+from .proportions import wilson as wilson
+from .regression import Line as Line
+from .regression import fit_line as fit_line
+from .regression import require_samples as require_samples
+from .regression import slopes_and_r2 as slopes_and_r2
