@@ -6,7 +6,7 @@ this room.
 
 from __future__ import annotations
 
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class TaskPrompts(Protocol):
 class Task(Protocol):
     """A distribution of prompts with an answer each.
 
+    Each task has prompts of its own class, a `TaskPrompts` with the statistics of that task.
+
     Attributes:
         kind: name of the task, recorded with every run and checkpoint.
         n_context: N, samples before the query.
@@ -76,7 +78,7 @@ class Task(Protocol):
 
     def sample(
         self, batch: int, generator: torch.Generator, dtype: torch.dtype = torch.float64
-    ) -> TaskPrompts:
+    ) -> Any:
         """Draw prompts; the same state of the generator gives the same prompts."""
         ...
 
@@ -86,11 +88,11 @@ class Task(Protocol):
         """Prompts as training reads them: x [p, N+1, b], y [N, b] and targets [b]."""
         ...
 
-    def shifts(self, base: TaskPrompts, generator: torch.Generator) -> dict[str, TaskPrompts]:
+    def shifts(self, base: Any, generator: torch.Generator) -> dict[str, Any]:
         """The prompts of `base` under each shift of the distribution, by name in words."""
         ...
 
-    def loss(self, predictions: Tensor, prompts: TaskPrompts) -> Tensor:
+    def loss(self, predictions: Tensor, prompts: Any) -> Tensor:
         """Loss of each prompt, [batch]."""
         ...
 

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from models.architecture.sites import Site, Studied, site_with, sites_with
-from models.tasks.config import PromptConfig
-from models.tasks.linear_regression import Prompts, sample_prompts
+from models.tasks.linear_regression import Prompts
 from models.tasks.task import Task
 from probe.activations.collect import collect
 from probe.causal.held import Reading, read_by_readout
@@ -39,7 +38,7 @@ _ORDER = ["layer", "r2", "slope", "ci_low", "ci_high", "slope_low", "slope_high"
 @torch.no_grad()
 def division_test(
     model: Studied,
-    prompt_config: PromptConfig,
+    prompt_config: Task,
     *,
     n_prompts: int = 4000,
     generator: torch.Generator | None = None,
@@ -69,8 +68,8 @@ def division_test(
     require_samples(n_prompts)
     require_one_quotient(model, prompt_config)
     generator = generator or torch.Generator().manual_seed(0)
-    a = sample_prompts(prompt_config, n_prompts, generator)
-    b = sample_prompts(prompt_config, n_prompts, generator)
+    a = prompt_config.sample(n_prompts, generator)
+    b = prompt_config.sample(n_prompts, generator)
     expected = (a.xy_cov / b.x_var - a.slope) * (a.query[:, 0] - a.x_mean)
     before = model(a.inputs)
     rows = []
@@ -78,13 +77,13 @@ def division_test(
         change = _exchanged(model, a, b, divisor) - before
         line = fit_line(expected, change, generator, "the expected change")
         rows.append({"layer": divisor.layer, **dataclasses.asdict(line)})
-    return pd.DataFrame(rows)[_ORDER]
+    return pd.DataFrame(rows).loc[:, _ORDER]
 
 
 @torch.no_grad()
 def residual_division_test(
     model: Studied,
-    prompt_config: PromptConfig,
+    prompt_config: Task,
     *,
     n_prompts: int = 4000,
     generator: torch.Generator | None = None,
@@ -114,7 +113,7 @@ def residual_division_test(
     require_samples(n_prompts)
     require_residuals(model, prompt_config)
     generator = generator or torch.Generator().manual_seed(0)
-    fitted, a, b = (sample_prompts(prompt_config, n_prompts, generator) for _ in range(3))
+    fitted, a, b = (prompt_config.sample(n_prompts, generator) for _ in range(3))
     before = model(a.inputs)
     y_read = read_by_readout(model, a)
     rows = []
@@ -133,13 +132,13 @@ def residual_division_test(
             step = -falls / start
         found = {"layer": divisor.layer, **dataclasses.asdict(line)}
         rows.append(found | {"share": share, "step": step})
-    return pd.DataFrame(rows)[[*_ORDER, "share", "step"]]
+    return pd.DataFrame(rows).loc[:, [*_ORDER, "share", "step"]]
 
 
 @torch.no_grad()
 def held_scale_points(
     model: Studied,
-    prompt_config: PromptConfig,
+    prompt_config: Task,
     *,
     n_prompts: int = 4000,
     generator: torch.Generator | None = None,
@@ -154,7 +153,7 @@ def held_scale_points(
     """
     require_residuals(model, prompt_config)
     generator = generator or torch.Generator().manual_seed(0)
-    fitted, prompts = (sample_prompts(prompt_config, n_prompts, generator) for _ in range(2))
+    fitted, prompts = (prompt_config.sample(n_prompts, generator) for _ in range(2))
     frames = []
     y_read = read_by_readout(model, prompts)
     for divisor in layer_divisors(model):

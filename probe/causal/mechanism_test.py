@@ -155,7 +155,7 @@ def _pivots(
     procedure = pivot_label(table)
     swaps = {"swap_r2": "r2", "swap_slope": "slope"}
     swaps |= {"swap_r2_low": "ci_low", "swap_r2_high": "ci_high"}
-    table = table[["layer", *swaps]].rename(columns=swaps)
+    table = table.loc[:, ["layer", *swaps]].rename(columns=swaps)
     return table.loc[table.groupby("layer").r2.idxmax()], procedure
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -122,7 +123,8 @@ def scale_law(points: pd.DataFrame, generator: torch.Generator | None = None) ->
     """
     generator = generator or torch.Generator().manual_seed(0)
     rows = []
-    for (layer, statistic), group in points.groupby(["layer", "statistic"], sort=False):
+    for key, group in points.groupby(["layer", "statistic"], sort=False):
+        layer, statistic = cast(tuple, key)
         log_variance, log_scale = (
             torch.from_numpy(np.log(group[name].to_numpy())) for name in ("variance", "scale")
         )

@@ -67,16 +67,15 @@ def ablate(
             )
         names = [name for name in names if name not in divisors]
     prompts = prompt_config.sample(n_prompts, generator)
-    if reference is None:
-        reference = prompt_config.sample(n_prompts, generator)
-    donors = torch.randint(len(reference), (n_prompts,), generator=generator)
+    given = prompt_config.sample(n_prompts, generator) if reference is None else reference
+    donors = torch.randint(len(given), (n_prompts,), generator=generator)
     measure = Effect(model, prompts, generator)
     rows = []
     for site in tqdm(names, desc="ablating", unit="site", disable=None, leave=False):
         if mode == "zero":
             replacement = torch.zeros((), dtype=measure.before.dtype)
         else:
-            donated = collect(model, reference, site)[site]
+            donated = collect(model, given, site)[site]
             replacement = donated.mean(0) if mode == "mean" else donated[donors]
         after = edited(model, prompts, site, replacement.expand_as)
         rows.append({"site": site, "mode": mode, **measure(after)})

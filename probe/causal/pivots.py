@@ -106,7 +106,7 @@ def candidates(n_covariates: int) -> list[Pivot]:
 @torch.no_grad()
 def pivot_test(
     model: Studied,
-    prompt_config: PromptConfig,
+    prompt_config: Task,
     *,
     n_prompts: int = 4000,
     generator: torch.Generator | None = None,
@@ -144,8 +144,8 @@ def pivot_test(
     require_pivots(model, prompt_config)
     p = prompt_config.n_covariates
     generator = generator or torch.Generator().manual_seed(0)
-    a = sample_prompts(prompt_config, n_prompts, generator)
-    b = sample_prompts(prompt_config, n_prompts, generator)
+    a = prompt_config.sample(n_prompts, generator)
+    b = prompt_config.sample(n_prompts, generator)
     pivots = candidates(p)
     values = torch.stack([pivot.value(a.x_cov) for pivot in pivots])
     ratios = values / torch.stack([pivot.value(b.x_cov) for pivot in pivots])
@@ -225,7 +225,7 @@ def pivot_label(table: pd.DataFrame) -> str | None:
     by_name = {pivot.name: pivot for pivot in candidates(_n_covariates(table))}
     everything = max(by_name.values(), key=lambda pivot: len(pivot.block)).block
     order: tuple[int, ...] = ()
-    for name in table[table.best].sort_values("layer").candidate:
+    for name in table.loc[table.best].sort_values("layer").candidate:
         pivot = by_name[name]
         if pivot.block == everything:
             return "closed form by determinant"

@@ -63,6 +63,11 @@ def new_axes(width: float = COLUMN, height: float = 2.4, ax: Axes | None = None)
     return plt.figure(figsize=(width, height)).add_subplot() if ax is None else ax
 
 
+def figure_of(ax: Axes) -> Figure:
+    """The figure that axes are in; no figure here has subfigures."""
+    return cast(Figure, ax.figure)
+
+
 def site_title(table: pd.DataFrame, site: str) -> str:
     """Words for a site of a table that measuring made; its name where the table has none."""
     return table.attrs.get("titles", {}).get(site, site)
@@ -138,8 +143,7 @@ def _write_cells(ax: Axes, texts: np.ndarray, colours: np.ndarray) -> None:
 
 def _rotation(ax: Axes, names: pd.Index) -> int:
     """Upright if the longest name is wider than a column (a letter takes about .05 inches)."""
-    figure = cast(Figure, ax.figure)  # no figure here has subfigures
-    column = ax.get_position().width * figure.get_figwidth() / max(1, len(names))
+    column = ax.get_position().width * figure_of(ax).get_figwidth() / max(1, len(names))
     return 90 if 0.05 * max(len(str(name)) for name in names) > column else 0
 
 

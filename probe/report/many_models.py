@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from probe.figures.style import tall_heatmap
+from probe.figures.style import figure_of, tall_heatmap
 from probe.figures.survey import path_panels, verdict_strips
 from probe.figures.verdict import DECADES
 from probe.report.page import Chart, Listing
@@ -21,9 +21,9 @@ from probe.verdict.verdict import Verdict
 def zoo_claim(scores: pd.DataFrame) -> str:
     """The result in one sentence, with a Wilson interval per distribution."""
     parts = [
-        f"{row.found} of {row.models} on “{row.distribution}” prompts "
-        f"({row.ci_low:.0%} to {row.ci_high:.0%})"
-        for row in normalization_shares(scores).itertuples()
+        f"{row['found']} of {row['models']} on “{row['distribution']}” prompts "
+        f"({row['ci_low']:.0%} to {row['ci_high']:.0%})"
+        for row in normalization_shares(scores).to_dict("records")
     ]
     return (
         f"Models that compute least squares in closed form, with layer norm doing the division by "
@@ -76,7 +76,7 @@ def read_out_chart(zoo: Sequence[Trained], read: pd.DataFrame, scores: pd.DataFr
     """
     verdict_of = dict(zip(scores.name, scores.verdict, strict=True))
     data = read.assign(verdict=read.model.map(verdict_of))
-    data = data[["model", "verdict", "site", "mean_r2"]]
+    data = data.loc[:, ["model", "verdict", "site", "mean_r2"]]
     order = scores.assign(kind=scores.verdict.map(KINDS.index))
     order = order.sort_values(["kind", "division_r2"], ascending=[True, False]).name
     wide = data.pivot(index="model", columns="site", values="mean_r2")
@@ -86,7 +86,7 @@ def read_out_chart(zoo: Sequence[Trained], read: pd.DataFrame, scores: pd.DataFr
     ax = tall_heatmap(wide, fmt=".2f", colorbar_label="mean R² over coordinates")
     return Chart(
         "read_out_all",
-        ax.figure,
+        figure_of(ax),
         data,
         "How well named quantities describe the coordinates of every model, after each block and "
         "at each layer-norm output: R² on fresh prompts, mean over coordinates.",
@@ -107,7 +107,7 @@ def strip_chart(scores: pd.DataFrame) -> Chart:
     return Chart(
         "division_all",
         verdict_strips(scores),
-        scores[columns].replace("\n", ", ", regex=True),
+        scores.loc[:, columns].replace("\n", ", ", regex=True),
         "R² of both division tests at their best layer for every model, with 95 % intervals, by "
         "distribution and penalty; marks are verdicts.",
         "Above, 1: exchanging layer-norm scales between prompts moves predictions as a division by "
@@ -116,7 +116,7 @@ def strip_chart(scores: pd.DataFrame) -> Chart:
         "a column is between seeds.",
         "Strip plot of division test R²; medians "
         + ", ".join(
-            f"{family.replace(chr(10), ' ')} {group.division_r2.median():.2f}"
+            f"{str(family).replace(chr(10), ' ')} {group.division_r2.median():.2f}"
             for family, group in scores.groupby("family", sort=False)
         ),
     )
@@ -128,13 +128,14 @@ def rival_chart(zoo: Sequence[Trained], verdicts: Sequence[Verdict]) -> Chart:
         verdict.findings.best.assign(model=each.subject.name, verdict=verdict.kind)
         for each, verdict in zip(zoo, verdicts, strict=True)
     ]
-    data = pd.concat(frames)[["model", "verdict", "algorithm", "family", "k", "score", "distance"]]
+    columns = ["model", "verdict", "algorithm", "family", "k", "score", "distance"]
+    data = pd.concat(frames).loc[:, columns]
     wide = -data.pivot(index="model", columns="algorithm", values="score")
     wide = wide.loc[[each.subject.name for each in zoo], data.algorithm.unique()]
     ax = tall_heatmap(wide, fmt=".1f", limit=DECADES, colorbar_label="decades of agreement")
     return Chart(
         "rivals_all",
-        ax.figure,
+        figure_of(ax),
         data,
         "Agreement with the best rival of each algorithm: minus log10 of the share of variance it "
         "leaves unexplained, mean over prompts in distribution and shifted.",

@@ -19,7 +19,7 @@ from probe.figures.matching import null_panel, weight_panels
 from probe.figures.norms import scale_panels
 from probe.figures.probes import probe_heatmaps
 from probe.figures.readout import quantity_columns, read_out_panel
-from probe.figures.style import TWO_COLUMNS, heatmap, new_axes
+from probe.figures.style import TWO_COLUMNS, figure_of, heatmap, new_axes
 from probe.figures.survey import training_panels
 from probe.quantities.statistics import statistic_label
 from probe.report.page import Block, Chart, Listing
@@ -66,8 +66,8 @@ def read_out_blocks(study: Study) -> list[Block]:
     )
     chart = Chart(
         "read_out",
-        read_out_panel(table).figure,
-        table[["site", "coordinate", "r2", *quantities]],
+        figure_of(read_out_panel(table)),
+        table.loc[:, ["site", "coordinate", "r2", *quantities]],
         f"Coefficients of named quantities in every coordinate of {subject.name}, after each "
         "block and at each layer-norm output.",
         "A row is a coordinate at a site. Numbers are regression coefficients, colours their share "
@@ -136,7 +136,10 @@ def division_blocks(study: Study) -> list[Block]:
             "that only centres stays flat. A narrow cloud from left to right means that V hardly "
             "varies on these prompts.",
             "Scatter of norm scale against variance by layer; log-log slopes "
-            + ", ".join(f"{row.slope:.2f} (R² {row.r2:.2f})" for row in found.law.itertuples()),
+            + ", ".join(
+                f"{slope:.2f} (R² {r2:.2f})"
+                for slope, r2 in zip(found.law.slope, found.law.r2, strict=True)
+            ),
         )
     ]
     if found.at_once is not None:
@@ -178,7 +181,7 @@ def _pivot_listing(table: pd.DataFrame, order: str | None) -> Listing:
     top = table.sort_values(["layer", "r2"], ascending=[True, False]).groupby("layer").head(4)
     said = order or "no order of pivots is spelled out"
     caption = f"Pivot test: what the scale of each layer follows, the best four; {said}."
-    return Listing(top[columns].rename(columns=_HEADINGS), caption)
+    return Listing(top.loc[:, columns].rename(columns=_HEADINGS), caption)
 
 
 def weight_blocks(study: Study) -> list[Block]:
@@ -232,7 +235,7 @@ def weight_blocks(study: Study) -> list[Block]:
         ),
         Chart(
             "null",
-            null_panel(list(found.values())).figure,
+            figure_of(null_panel(list(found.values()))),
             pd.concat([one.null.assign(level=level) for level, one in found.items()]),
             "Alignment score at each level (diamond) beside scores of models that did not learn "
             "the construction.",
@@ -252,9 +255,9 @@ def rival_blocks(verdict: Verdict) -> list[Block]:
     )
     names = best.algorithm + [f" ({k})" if k > 1 else "" for k in best.k]
     label = dict(zip(best.algorithm, names, strict=True))
-    columns = distances.condition.unique()
+    conditions = distances.condition.unique()
     wide = distances.pivot_table(index="algorithm", columns="condition", values="value", sort=False)
-    wide = wide.loc[best.algorithm, columns].rename(index=label)
+    wide = wide.loc[best.algorithm, conditions].rename(index=label)
     ax = new_axes(TWO_COLUMNS, 0.9 + 0.26 * len(wide))
     agreement = -np.log10(wide.clip(1e-6, 1))
     heatmap(
@@ -265,21 +268,24 @@ def rival_blocks(verdict: Verdict) -> list[Block]:
         colorbar_label="decades of agreement",
     )
     ax.tick_params(axis="x", rotation=35)
-    shown = best[["algorithm", "family", "k", "score", "distance"]]
-    others = evidence[evidence.measure != "distance"]
-    others = others[["measure", "condition", "family", "value", "ci_low", "ci_high"]].fillna("")
+    shown = best.loc[:, ["algorithm", "family", "k", "score", "distance"]]
+    columns = ["measure", "condition", "family", "value", "ci_low", "ci_high"]
+    others = evidence.loc[evidence.measure != "distance", columns].fillna("")
     return [
         verdict.words,
         Chart(
             "rivals",
-            ax.figure,
+            figure_of(ax),
             distances.drop(columns="measure"),
             "Share of the variance of the model's predictions that the best rival of each "
             "algorithm leaves unexplained, in distribution and under shifts.",
             "Brighter is closer; 1e-03 means that a tenth of a percent of the variance is left. An "
             "algorithm is a good description if its whole row is bright.",
             "Heatmap of distances to rivals: "
-            + ", ".join(f"{row.algorithm} {row.distance:.1e}" for row in best.itertuples()),
+            + ", ".join(
+                f"{algorithm} {distance:.1e}"
+                for algorithm, distance in zip(best.algorithm, best.distance, strict=True)
+            ),
         ),
         Listing(
             shown, "Best rival of each algorithm; score: mean log10 distance, lower is closer."
@@ -298,7 +304,7 @@ def curves_of(name: str, family: str, record: Mapping[str, Any]) -> pd.DataFrame
         return pd.DataFrame(columns=["model", "family", "step", "loss", "zero"])
     columns = {"step": loss["step"], "loss": loss["loss"], "zero": sparsity["zero"]}
     curves = pd.DataFrame({"model": name, "family": family, **columns})
-    return curves[:: max(1, len(curves) // _CURVE_POINTS)]
+    return curves.iloc[:: max(1, len(curves) // _CURVE_POINTS)]
 
 
 def training_chart(curves: pd.DataFrame) -> Chart:

@@ -63,11 +63,13 @@ class Draw:
 
     def prompts(self, p: int | None = None) -> PromptConfig:
         """A distribution of prompts, with `p` covariates or a number that is drawn."""
-        p = p or self.choice(1, 1, 1, 2, 3)
-        n_context = self.choice(10, 20, 50, 100) if p == 1 else self.choice(20, 50, 100)
+        n_covariates = p or self.choice(1, 1, 1, 2, 3)
+        n_context = self.choice(10, 20, 50, 100) if n_covariates == 1 else self.choice(20, 50, 100)
         if self.choice(True, False):
-            return PromptConfig(n_context=n_context, n_covariates=p)
-        return PromptConfig(n_context=n_context, n_covariates=p, x_mean_std=1.0, x_log_scale=0.7)
+            return PromptConfig(n_context=n_context, n_covariates=n_covariates)
+        return PromptConfig(
+            n_context=n_context, n_covariates=n_covariates, x_mean_std=1.0, x_log_scale=0.7
+        )
 
 
 def as_function(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pandas as pd
 
 from probe.stats.proportions import wilson
@@ -25,7 +27,8 @@ def verdict_counts(scores: pd.DataFrame) -> pd.DataFrame:
         ci_low, ci_high (Wilson, 95 %) of "closed form by normalization".
     """
     rows = []
-    for (distribution, l1), group in scores.groupby(["distribution", "l1"], sort=False):
+    for key, group in scores.groupby(["distribution", "l1"], sort=False):
+        distribution, l1 = cast(tuple, key)
         kinds = group.verdict.value_counts()
         row = {"distribution": distribution, "l1": l1, "models": len(group)}
         row |= {kind: int(kinds.get(kind, 0)) for kind in KINDS if kind in set(scores.verdict)}

@@ -130,15 +130,18 @@ def _match(subject: Subject, seed: int) -> Match | None:
         level: align(model, family, level, prompt_config=subject.prompts, generator=generator)
         for level in LEVELS
     }
-    permuted = found["signed_permutation"]
+    permuted, turned = found["signed_permutation"], found["gauge"]
+    # A construction of the same width was found, so that the model could be put in its coordinates.
+    assert permuted.model is not None
+    assert turned.model is not None
     edges = (
         circuit_edges(permuted.model, family.names),
         circuit_edges(permuted.reference, family.names),
     )
     shown = {
         "permuted": permuted.model,
-        "all symmetries": found["gauge"].model,
-        "construction": found["gauge"].reference,
+        "all symmetries": turned.model,
+        "construction": turned.reference,
     }
     weights = {label: weight_tables(one, family.names) for label, one in shown.items()}
     return Match(found, weights, edges)

@@ -9,6 +9,7 @@ Shapes: h head, d d_model. Matrices act on row vectors from the right.
 from __future__ import annotations
 
 import hashlib
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def norm(layer: int, name: str) -> str:
     return f"blocks.{layer}.ln1_post.{name}"
 
 
-def has_plain_forward(model: object) -> bool:
+def has_plain_forward(model: object) -> TypeGuard[LinearAttentionTransformer]:
     """Whether weights say what a model computes: its own class declares `plain_forward`."""
     return bool(type(model).__dict__.get("plain_forward", False))
 

@@ -45,9 +45,10 @@ def supporting_evidence(
         generator=generator,
     )
     variances = [one.name for one in prompt_config.statistics if one.family == "x_var"]
-    table = table[table.statistic.isin(variances)]
+    table = table.loc[table.statistic.isin(variances)]
     table = table.assign(measure=f"{PROBE} " + table.statistic, n_prompts=_PROBE_PROMPTS)
-    probes = table.rename(columns={"site": "condition", "r2": "value"})[EVIDENCE_COLUMNS]
+    table = table.rename(columns={"site": "condition", "r2": "value"})
+    probes = table.loc[:, EVIDENCE_COLUMNS]
     if not (has_plain_forward(model) and has_construction_steps(model.cfg)):
         return probes
     construction = closed_form(prompt_config.n_context, prompt_config.n_covariates)

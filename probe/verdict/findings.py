@@ -125,7 +125,7 @@ def gather(
     batches = where_finite(predictor, _select(batches, only_conditions))
     table = distances(predictor, ladder, batches, generator)
     best = _best_rivals(table, ladder)
-    chosen = ladder.take(best["row"])
+    chosen = ladder.take(best.loc[:, "row"])
     separated = separations(predictor, chosen, _counted(batches))
     tests, not_applicable = _tests(model, prompt_config, generator)
 
@@ -164,7 +164,8 @@ def _tidy(tables: list[pd.DataFrame]) -> pd.DataFrame:
     """One table; rows that belong to no rival have no family, k and query_row."""
     joined = pd.concat([table for table in tables if len(table)], ignore_index=True)
     joined = joined.astype({"k": "Int64", "query_row": "boolean", "n_prompts": "Int64"})
-    return joined[["measure", "condition", *_RIVAL, "value", "ci_low", "ci_high", "n_prompts"]]
+    columns = ["measure", "condition", *_RIVAL, "value", "ci_low", "ci_high", "n_prompts"]
+    return joined.loc[:, columns]
 
 
 def _select(
@@ -189,10 +190,10 @@ def _counted(batches: dict[str, Prompts]) -> dict[str, Prompts]:
 
 def _best_rivals(table: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     """The best rival of each algorithm; `row` is its position in `ladder.index`."""
-    counted = table[~table.condition.isin(LENGTHS)]
+    counted = table.loc[~table.condition.isin(LENGTHS)]
     wide = counted.pivot(index=_RIVAL, columns="condition", values="value")
-    wide = wide.reindex(pd.MultiIndex.from_frame(ladder.index[_RIVAL]))
-    logs = np.log10(wide.clip(FLOOR, CEILING))
+    wide = wide.reindex(pd.MultiIndex.from_frame(ladder.index.loc[:, _RIVAL]))
+    logs = wide.clip(FLOOR, CEILING).pipe(np.log10)
     shifts = logs.drop(columns=IN_DISTRIBUTION)
     score = logs[IN_DISTRIBUTION]
     if len(shifts.columns):
@@ -209,16 +210,16 @@ def _best_rivals(table: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     order = list(algorithm_of)
     rows = []
     for algorithm in registry.compared():
-        own = rivals[rivals.algorithm == algorithm]
+        own = rivals.loc[rivals.algorithm == algorithm]
         per_family = own.groupby("family").score.min()
         near = per_family[per_family <= per_family.min() + _SIMPLER_FAMILY].index
-        family = own[own.family == min(near, key=order.index)]
-        close = family[family.score <= family.score.min() + _FEWER_STEPS]
-        fewest = close[close.k == close.k.min()]
+        family = own.loc[own.family == min(near, key=order.index)]
+        close = family.loc[family.score <= family.score.min() + _FEWER_STEPS]
+        fewest = close.loc[close.k == close.k.min()]
         rows.append(fewest.loc[fewest.score.idxmin()])
     measures = ["score", "distance", "worst", "worst_condition"]
     columns = ["algorithm", *_RIVAL, "parameters", *measures, "row"]
-    return pd.DataFrame(rows)[columns].reset_index(drop=True)
+    return pd.DataFrame(rows).loc[:, columns].reset_index(drop=True)
 
 
 def _pairs(algorithms: pd.Series, distance: torch.Tensor) -> dict[frozenset[str], float]:
