@@ -39,7 +39,7 @@ and x_k at the key and writes +-b r_k S_kk on (const, spare). With
 a = r_k sqrt(2/D) b, layer norm adds -x_k S_kj / S_kk to coordinate j: the division
 by the pivot S_kk, which is n V / R² for p = 1.
 
-*Gradient steps* may stand between centring and elimination. A step γ of GD++ (below)
+*Gradient steps* may stand between centring and elimination. A step γ of GD++ (`descent.py`)
 takes every row to x - γ Σ_xx x and y - γ Σ_xy·x, with Σ the covariances over key rows: a
 head reads the covariates on both sides and writes on all signals, another reads h on
 both sides and writes a constant to divide by. What the step predicts is in y from then
@@ -57,15 +57,6 @@ prediction, and the signals sit inside the layer-norm variance, O(R^-2). g and b
 are so large that `norm_eps` never matters. In float32 rounding grows with R: the
 best R is near 300, with a mean squared error of 1e-9 of the target's variance
 (`analyses/construction_error.py` measures it).
-
-Gradient descent (`gradient_descent`)
--------------------------------------
-von Oswald et al. (arXiv 2212.07677): coordinates are the features f (const and/or
-x) and the residual e = y - w·f. A head that reads f on both sides and writes
--(η/N) e on e performs e_j <- e_j - (η/N) Σ_i e_i f_i·f_j, one step on the loss
-(1/2N) Σ e_i². At the query y = 0, so e is minus the prediction there. GD++ also
-moves the features, f <- (I - γ FᵀF/N) f. A step size that is a matrix in feature
-space preconditions (Ahn et al., arXiv 2306.00297).
 """
 
 from __future__ import annotations
